@@ -1,0 +1,79 @@
+# The book on the Bayesian Filtering Transformer. GNU make 3.81 or newer.
+# Python is looked for; name another one with  make book PYTHON=python3.12
+PYTHON ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+PORT   ?= 8000
+# Where pip finds CPU builds of torch; empty for the default (CUDA) builds.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# One stream of numbers, whatever the number of cores.
+export OMP_NUM_THREADS ?= 1
+export MPLBACKEND ?= agg
+
+.PHONY: help book serve archive test notebooks set-repo mutants test-colab
+.PHONY: links clean
+
+help:
+	@echo "make book       build the book into _build/html"
+	@echo "make serve      build it and serve it on port $(PORT)"
+	@echo "make archive    zip the built book, to be read from a folder"
+	@echo "make test       run every check"
+	@echo "make notebooks  execute the notebooks again and store them"
+	@echo "make set-repo [REPO=owner/name] [BRANCH=main] [REF=main]"
+	@echo "                carry the address to badges and install cells"
+	@echo "make mutants    inject the classic slips; print who caught them"
+	@echo "make test-colab prove that an install changes nothing on Colab"
+	@echo "make links      check the external links (needs the network)"
+	@echo "make clean      remove everything built, the environment too"
+
+book: $(VENV)/build.stamp
+	@$(BIN)/python book/site/build.py
+
+serve: book
+	@echo "http://localhost:$(PORT)/  (stop with Ctrl-C)"
+	@$(BIN)/python -m http.server $(PORT) --directory _build/html \
+	  --bind 127.0.0.1
+
+archive: book
+	@$(BIN)/python book/site/build.py --archive
+
+test: $(VENV)/test.stamp
+	@$(BIN)/python tests/run.py
+
+notebooks: $(VENV)/test.stamp
+	@$(BIN)/python book/site/repo.py
+	@BFT_FACTS=record $(BIN)/python -m bft_ref.book.execute \
+	  $(sort $(wildcard notebooks/[0-9]*.ipynb))
+
+set-repo: $(VENV)/build.stamp
+	@$(BIN)/python book/site/repo.py $(if $(REPO),--set "$(REPO)") \
+	  $(if $(BRANCH),--branch "$(BRANCH)") $(if $(REF),--ref "$(REF)")
+
+mutants: $(VENV)/test.stamp
+	@$(BIN)/python tests/slips.py
+
+test-colab: $(VENV)/test.stamp
+	@$(BIN)/python tests/colab.py
+
+links: $(VENV)/build.stamp
+	@$(BIN)/python book/site/build.py --builder linkcheck
+
+clean:
+	rm -rf _build $(VENV)
+
+# One environment, two stamps: reading the book needs no torch.
+$(VENV)/build.stamp: requirements-build.txt
+	@sh book/site/venv.sh "$(VENV)" "$(PYTHON)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -r requirements-build.txt
+	@touch $@
+
+$(VENV)/test.stamp: requirements.txt pyproject.toml $(VENV)/build.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) \
+	  `grep '^torch==' requirements.txt`
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,108 @@
+"""What a token believes: a Gaussian, its precision kept as a logarithm."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bft_ref import checks
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float32 or wider: precision is never computed in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Belief(NamedTuple):
+    """A Gaussian belief N(mean, 1/precision), feature by feature.
+
+    Shapes: ``mean`` (..., d) in units of the state; ``log_precision``
+    (..., d), or (..., 1) for one precision per token, the logarithm of
+    1/state². Make one from precisions or variances with :meth:`of`.
+    """
+
+    mean: Tensor
+    log_precision: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        mean: Tensor,
+        *,
+        precision: Tensor | float | None = None,
+        variance: Tensor | float | None = None,
+        log_precision: Tensor | float | None = None,
+    ) -> "Belief":
+        """A checked belief from exactly one of precision, variance, log.
+
+        Shapes: ``mean`` (..., d); the other must broadcast with it.
+        Raises: TypeError unless exactly one is given; ValueError if a
+        precision or variance is not positive and finite, or a value is NaN.
+        """
+        given = {
+            name: value
+            for name, value in [
+                ("precision", precision),
+                ("variance", variance),
+                ("log_precision", log_precision),
+            ]
+            if value is not None
+        }
+        if len(given) != 1:
+            raise TypeError(
+                "Belief.of: expected exactly one of precision, variance, "
+                f"log_precision, got {sorted(given) or 'none'}"
+            )
+        checks.finite("mean", mean)
+        (name, value), *_ = given.items()
+        x = wide(torch.as_tensor(value, device=mean.device, dtype=None))
+        if not isinstance(value, Tensor):
+            x = x.to(wide(mean).dtype)
+        checks.broadcastable(name, x, "mean", mean)
+        if name == "log_precision":
+            return cls(mean, checks.finite(name, x))
+        log = checks.positive(name, x).log()
+        return cls(mean, log if name == "precision" else -log)
+
+    @property
+    def precision(self) -> Tensor:
+        """1/variance, (..., d) or (..., 1), in 1/state²."""
+        return self.log_precision.exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """1/precision, (..., d) or (..., 1), in state²."""
+        return (-self.log_precision).exp()
+
+    @property
+    def log_token_precision(self) -> Tensor:
+        """log λ̄, (...): the arithmetic mean of λ over features (our choice)."""
+        features = self.log_precision.shape[-1]
+        if features == 1:
+            return self.log_precision.squeeze(-1)
+        return self.log_precision.logsumexp(-1) - torch.log(
+            torch.tensor(float(features))
+        ).to(self.log_precision)
+
+
+def fuse(a: Belief, b: Belief) -> Belief:
+    """The belief after two independent Gaussian beliefs about one quantity.
+
+    Precisions add, means are averaged by precision: Bayes' rule for a
+    Gaussian prior and a Gaussian likelihood.
+
+    Shapes: those of ``a`` and ``b`` broadcast. Equations (2.1), (2.2).
+    """
+    log_precision = torch.logaddexp(a.log_precision, b.log_precision)
+    gain = torch.sigmoid(b.log_precision - a.log_precision)
+    return Belief(a.mean + gain * (b.mean - a.mean), log_precision)
+
+
+def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
+    """log precision after the state has moved by noise of variance Q.
+
+    1/λ'' = 1/λ + Q: variances add, so λ'' stays below both λ and 1/Q.
+
+    Shapes: broadcast. Units: log 1/state², log state². Equation (2.6).
+    """
+    return -torch.logaddexp(-log_precision, log_process_noise)

@@ -1,0 +1,49 @@
+"""A key/value cache that carries the precision."""
+
+import torch
+from torch import Tensor
+
+
+class KeyValueCache:
+    """What later tokens need of earlier ones, for one layer.
+
+    Keys and values (B, H_kv, S, d_h), log λ̄ (B, S) and the neighbours'
+    normalised variances c (B, S) (None with the unit prior). Grows by
+    :meth:`append`; ``length`` is S.
+    """
+
+    def __init__(self):
+        self._state: tuple[Tensor | None, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens stored."""
+        return 0 if self._state is None else self._state[0].shape[-2]
+
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        log_token_precision: Tensor,
+        neighbour_variance: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Store the newest tokens; return all of them.
+
+        Raises: ValueError if batch or heads differ from what is stored.
+        """
+        new = (key, value, log_token_precision, neighbour_variance)
+        if self._state is not None:
+            old_shape, shape = self._state[0].shape, key.shape
+            if (*old_shape[:2], old_shape[3]) != (*shape[:2], shape[3]):
+                raise ValueError(
+                    "cache: expected keys of shape "
+                    f"({old_shape[0]}, {old_shape[1]}, *, {old_shape[3]}), "
+                    f"got {tuple(shape)}"
+                )
+            dims = (-2, -2, -1, -1)
+            new = tuple(
+                None if a is None or b is None else torch.cat([a, b], dim)
+                for a, b, dim in zip(self._state, new, dims, strict=True)
+            )
+        self._state = new
+        return new

@@ -1,0 +1,123 @@
+"""What bad input is told, before it can become a silent NaN.
+
+Shapes and dtypes are always checked. Values are looked at in eager mode only:
+a compiled or exported graph must not wait for a number.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def values_can_be_read() -> bool:
+    """False under ``torch.compile`` and ``torch.export``."""
+    return not torch.compiler.is_compiling()
+
+
+def _every(condition: Tensor) -> bool:
+    try:
+        return bool(condition.all())
+    except RuntimeError:  # inside torch.func.vmap values have no truth value
+        return True
+
+
+def floating(name: str, x: Tensor) -> Tensor:
+    """Raise TypeError unless ``x`` is a tensor of real floating dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{name}: expected a floating dtype, got {x.dtype}; "
+            f"convert it with {name}.float()"
+        )
+    return x
+
+
+def finite(name: str, x: Tensor) -> Tensor:
+    """Raise ValueError if ``x`` holds NaN or infinity."""
+    floating(name, x)
+    if values_can_be_read() and not _every(x.isfinite()):
+        bad = int((~x.isfinite()).sum())
+        raise ValueError(
+            f"{name}: expected finite values, got NaN or infinity in {bad} of "
+            f"{x.numel()} entries"
+        )
+    return x
+
+
+def log_precision(name: str, x: Tensor) -> Tensor:
+    """Raise ValueError for NaN or +inf; -inf says "no information"."""
+    floating(name, x)
+    if values_can_be_read() and not _every(x < torch.inf):
+        raise ValueError(
+            f"{name}: expected a log precision below infinity, got NaN or inf"
+        )
+    return x
+
+
+def positive(name: str, x: Tensor) -> Tensor:
+    """Raise ValueError unless every entry is finite and > 0."""
+    finite(name, x)
+    if values_can_be_read() and not _every(x > 0):
+        raise ValueError(
+            f"{name}: expected positive values, got a minimum of "
+            f"{x.min().item():g}"
+        )
+    return x
+
+
+def not_negative(name: str, x: Tensor) -> Tensor:
+    """Raise ValueError unless every entry is finite and >= 0."""
+    finite(name, x)
+    if values_can_be_read() and not _every(x >= 0):
+        raise ValueError(
+            f"{name}: expected values >= 0, got a minimum of "
+            f"{x.min().item():g}"
+        )
+    return x
+
+
+def shape(name: str, x: Tensor, expected: Iterable[int | str | None]) -> Tensor:
+    """Raise ValueError unless ``x`` has the shape; a name or None is free."""
+    want = tuple(expected)
+    matches = x.dim() == len(want) and all(
+        not isinstance(w, int) or w == n
+        for w, n in zip(want, x.shape, strict=True)
+    )
+    if not matches:
+        text = ", ".join(str(w) if w is not None else "*" for w in want)
+        raise ValueError(
+            f"{name}: expected shape ({text}), got {tuple(x.shape)}"
+        )
+    return x
+
+
+def broadcastable(name: str, x: Tensor, other: str, y: Tensor) -> None:
+    """Raise ValueError unless the two shapes broadcast."""
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: shape {tuple(x.shape)} does not broadcast with "
+            f"{other} of shape {tuple(y.shape)}"
+        ) from None
+
+
+def choice(name: str, value: str, allowed: Iterable[str]) -> str:
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
+    options = tuple(allowed)
+    if value not in options:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(options)}, got {value!r}"
+        )
+    return value
+
+
+def number(name: str, value: float, low: float, high: float = torch.inf):
+    """Raise ValueError unless low < value <= high."""
+    if not low < value <= high:
+        raise ValueError(
+            f"{name}: expected a number in ({low:g}, {high:g}], got {value!r}"
+        )
+    return value

@@ -1,0 +1,376 @@
+"""Readers: one file in, one checked :class:`Sequences` out, nothing lost.
+
+Every fault is a named error with the file and, where the format has lines,
+the line number. Interactions with equal timestamps keep the order of the
+file (a stable sort), so that reading is reproducible.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from bft_ref.data.errors import (
+    DuplicateError,
+    EmptyUserError,
+    ItemRangeError,
+    MalformedLineError,
+)
+from bft_ref.data.sequences import Sequences
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _text(path: Path):
+    """Text lines of a plain or gzipped UTF-8 file."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return open(path, encoding="utf-8", newline="")
+
+
+def _in_range(path, line, item: int, first: int, n_items: int | None) -> int:
+    last = None if n_items is None else n_items + first - 1
+    if item < first or (last is not None and item > last):
+        upper = "" if last is None else f"…{last}"
+        raise ItemRangeError(
+            path,
+            line,
+            f"item id {item}, expected {first}{upper or ' or more'}",
+        )
+    return item - first + 1
+
+
+def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
+    """S3-Rec text: one user a line, ``user item item …``, ids from 1.
+
+    Items a user repeats are kept: without timestamps a repeat is no fault.
+    Raises: MalformedLineError, DuplicateError (a user on two lines),
+    EmptyUserError, ItemRangeError, each with its line number.
+    """
+    path = Path(path)
+    users: dict[str, int] = {}
+    rows: list[list[int]] = []
+    with _text(path) as lines:
+        for number, line in enumerate(lines, 1):
+            user, *fields = line.split() or [""]
+            if not user:
+                raise MalformedLineError(path, number, "an empty line")
+            if user in users:
+                raise DuplicateError(
+                    path,
+                    number,
+                    f"user {user} was already given on line {users[user]}",
+                )
+            if not fields:
+                raise EmptyUserError(path, number, f"user {user} has no items")
+            try:
+                row = [int(field) for field in fields]
+            except ValueError as error:
+                raise MalformedLineError(
+                    path, number, f"expected whole numbers: {error}"
+                ) from None
+            rows.append([_in_range(path, number, i, 1, n_items) for i in row])
+            users[user] = number
+    return _pack(path, rows, list(users), n_items)
+
+
+def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
+    """LETTER / LC-Rec JSON: ``{"user": [item, …]}`` in time order, ids from 0.
+
+    Ids are shifted by one, since 0 is padding here.
+    Raises: MalformedLineError (with the line number if it is no JSON),
+    DuplicateError, EmptyUserError, ItemRangeError (naming the user).
+    """
+    path = Path(path)
+
+    def unique(pairs):
+        seen = dict(pairs)
+        if len(seen) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(n for n in names if names.count(n) > 1)
+            raise DuplicateError(path, None, f"user {twice} is given twice")
+        return seen
+
+    with _text(path) as file:
+        try:
+            content = json.load(file, object_pairs_hook=unique)
+        except json.JSONDecodeError as error:
+            raise MalformedLineError(path, error.lineno, error.msg) from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise MalformedLineError(path, 1, f"expected an object, got a {kind}")
+    rows = []
+    for user, items in content.items():
+        if not isinstance(items, list) or any(
+            type(item) is not int for item in items
+        ):
+            raise MalformedLineError(
+                path, None, f"user {user}: expected a list of whole numbers"
+            )
+        if not items:
+            raise EmptyUserError(path, None, f"user {user} has no items")
+        rows.append([_in_range(path, None, i, 0, n_items) for i in items])
+    return _pack(path, rows, list(content), n_items)
+
+
+def _pack(path, rows, users, n_items) -> Sequences:
+    given = {} if n_items is None else {"n_items": n_items}
+    return Sequences.of(
+        rows, users=users, name=path.stem, sha256=_sha256(path), **given
+    )
+
+
+def read_movielens(path: str | Path, **options) -> Sequences:
+    """MovieLens ``u.data``: user, item, rating, timestamp between tabs.
+
+    Options and errors as in :func:`interactions`.
+    """
+    path = Path(path)
+
+    def parse():
+        with _text(path) as file:
+            rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            for row in rows:
+                if len(row) != 4:
+                    raise MalformedLineError(
+                        path,
+                        rows.line_num,
+                        f"expected 4 fields between tabs, got {len(row)}",
+                    )
+                user, item, _, time = row
+                yield rows.line_num, user, item, time
+
+    return interactions(path, parse(), **options)
+
+
+def read_recbole(path: str | Path, **options) -> Sequences:
+    """RecBole ``.inter``: a header of ``name:type``, then fields by tabs.
+
+    Needs user_id and item_id; timestamp orders a user's items, and without
+    it the order of the file does. Options and errors: :func:`interactions`.
+    """
+    path = Path(path)
+
+    def parse():
+        with _text(path) as file:
+            rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            header = [field.split(":")[0] for field in next(rows, [])]
+            missing = {"user_id", "item_id"} - set(header)
+            if missing:
+                raise MalformedLineError(
+                    path,
+                    1,
+                    f"the header lacks {', '.join(sorted(missing))}; "
+                    f"it has {', '.join(header) or 'nothing'}",
+                )
+            for row in rows:
+                if len(row) != len(header):
+                    raise MalformedLineError(
+                        path,
+                        rows.line_num,
+                        f"expected {len(header)} fields, got {len(row)}",
+                    )
+                field = dict(zip(header, row, strict=True))
+                yield (
+                    rows.line_num,
+                    field["user_id"],
+                    field["item_id"],
+                    field.get("timestamp"),
+                )
+
+    return interactions(path, parse(), **options)
+
+
+def read_amazon(path: str | Path, *, core: int = 5, **options) -> Sequences:
+    """Amazon reviews, JSON lines (2014 and 2018), plain or gzipped.
+
+    Keeps the ``core``-core: see :func:`k_core`. The 2018 files hold the same
+    review more than once: pass ``duplicates="drop"`` for them; what was
+    dropped is counted in ``notes``. Errors: :func:`interactions`.
+    """
+    path = Path(path)
+    needed = ("reviewerID", "asin", "unixReviewTime")
+
+    def parse():
+        with _text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    review = json.loads(line)
+                    user, item, time = (review[name] for name in needed)
+                except json.JSONDecodeError as error:
+                    raise MalformedLineError(
+                        path, number, f"not a JSON object: {error.msg}"
+                    ) from None
+                except (KeyError, TypeError):
+                    raise MalformedLineError(
+                        path, number, f"expected {', '.join(needed)}"
+                    ) from None
+                yield number, user, item, time
+
+    return interactions(path, parse(), core=core, **options)
+
+
+def interactions(
+    path: str | Path,
+    rows: Iterable[tuple[int, str, str, str | float | None]],
+    *,
+    core: int = 0,
+    duplicates: str = "error",
+    n_items: int | None = None,
+) -> Sequences:
+    """Sequences from (line, user, item, time) rows in any order.
+
+    Users and items are numbered by first appearance in the file, before any
+    filtering; equal times keep the file's order. ``duplicates`` says what
+    the same user, item and time on two lines is: "error", "keep" or "drop"
+    (counted in ``notes``). ``core`` > 0 keeps the k-core; ``n_items`` is the
+    most items that may appear.
+    Raises: MalformedLineError (a time that is no finite number, an empty
+    name), DuplicateError, ItemRangeError (more items than ``n_items``),
+    EmptyUserError (a file without rows).
+    """
+    if duplicates not in ("error", "keep", "drop"):
+        raise ValueError(
+            f"duplicates: expected error, keep or drop, got {duplicates!r}"
+        )
+    path = Path(path)
+    users: dict[str, int] = {}
+    labels: dict[str, int] = {}
+    seen: dict[tuple, int] = {}
+    user, item, time, dropped = [], [], [], 0
+    for line, who, what, when in rows:
+        if not who or not what:
+            raise MalformedLineError(path, line, "an empty user or item")
+        try:
+            when = None if when is None else float(when)
+        except (TypeError, ValueError):
+            when = np.nan
+        if when is not None and not np.isfinite(when):
+            raise MalformedLineError(
+                path, line, "expected a finite number as the timestamp"
+            )
+        key = (who, what, when)
+        if when is not None and duplicates != "keep":
+            if key in seen and duplicates == "error":
+                raise DuplicateError(
+                    path,
+                    line,
+                    f"user {who}, item {what} and time {when:.0f} were "
+                    f"already given on line {seen[key]}",
+                )
+            if key in seen:
+                dropped += 1
+                continue
+            seen[key] = line
+        if n_items is not None and what not in labels:
+            if len(labels) >= n_items:
+                raise ItemRangeError(
+                    path, line, f"item {what} is one more than {n_items} items"
+                )
+        user.append(users.setdefault(who, len(users)))
+        item.append(labels.setdefault(what, len(labels)) + 1)
+        time.append(when)
+    if not user:
+        raise EmptyUserError(path, None, "the file holds no interactions")
+    if any(when is None for when in time):
+        order = np.argsort(user, kind="stable")
+        times = None
+    else:
+        order = np.lexsort((np.asarray(time), np.asarray(user)))
+        times = np.asarray(time, dtype=np.float64)[order]
+    counts = np.bincount(user, minlength=len(users))
+    found = Sequences(
+        np.asarray(item, dtype=np.int64)[order],
+        np.concatenate([[0], np.cumsum(counts)]),
+        n_items=len(labels),
+        times=times,
+        users=list(users),
+        labels=["", *labels],
+        name=path.stem,
+        sha256=_sha256(path),
+        notes={"duplicates_dropped": dropped} if dropped else {},
+    )
+    return k_core(found, core) if core else found
+
+
+def k_core(sequences: Sequences, k: int) -> Sequences:
+    """The largest part where every user and every item has k interactions.
+
+    Users and items below k are removed in turn until none is left below;
+    the result does not depend on the order. Remaining items are numbered
+    anew in the old order; ``notes`` counts what was removed.
+    Raises: ValueError if k < 1, or if nothing is left.
+    """
+    if k < 1:
+        raise ValueError(f"k: expected a whole number from 1, got {k!r}")
+    owner = np.repeat(np.arange(len(sequences)), sequences.lengths)
+    kept = np.ones(len(owner), dtype=bool)
+    while True:
+        per_user = np.bincount(owner[kept], minlength=len(sequences))
+        per_item = np.bincount(
+            sequences.items[kept], minlength=sequences.n_items + 1
+        )
+        good = kept & (per_user[owner] >= k) & (per_item[sequences.items] >= k)
+        if good.sum() == kept.sum():
+            break
+        kept = good
+    if not kept.any():
+        raise ValueError(f"k: the {k}-core of {sequences.name!r} is empty")
+    users = np.flatnonzero(per_user)
+    items = np.flatnonzero(per_item)
+    number = np.zeros(sequences.n_items + 1, dtype=np.int64)
+    number[items] = np.arange(1, len(items) + 1)
+    return Sequences(
+        number[sequences.items[kept]],
+        np.concatenate([[0], np.cumsum(per_user[users])]),
+        n_items=len(items),
+        times=None if sequences.times is None else sequences.times[kept],
+        users=sequences.users and [sequences.users[u] for u in users],
+        labels=sequences.labels
+        and ["", *(sequences.labels[i] for i in items)],
+        name=sequences.name,
+        sha256=sequences.sha256,
+        notes={
+            **sequences.notes,
+            "core": k,
+            "core_dropped": int((~kept).sum()),
+        },
+    )
+
+
+READERS: dict[str, Callable[..., Sequences]] = {
+    "s3rec": read_s3rec,
+    "letter": read_letter,
+    "movielens": read_movielens,
+    "recbole": read_recbole,
+    "amazon": read_amazon,
+}
+
+
+def guess_format(path: Path) -> str:
+    """The reader's name for a file name.
+
+    Raises: ValueError if the name says nothing.
+    """
+    name = path.name.removesuffix(".gz")
+    for ending, reader in [
+        (".inter.json", "letter"),
+        (".inter", "recbole"),
+        ("u.data", "movielens"),
+        (".json", "amazon"),
+        (".jsonl", "amazon"),
+        (".txt", "s3rec"),
+    ]:
+        if name.endswith(ending):
+            return reader
+    raise ValueError(
+        f"format: cannot tell the format of {path.name!r}; pass one of "
+        f"{', '.join(READERS)}"
+    )

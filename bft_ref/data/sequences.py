@@ -1,0 +1,161 @@
+"""One container for all formats, and the leave-one-out split."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Split(NamedTuple):
+    """What a model may see, and what it is asked.
+
+    ``history``: a :class:`Sequences` that ends just before the target;
+    ``target`` (n,): the item to be ranked for each of ``users`` (n,);
+    ``training``: the :class:`Sequences` a model is fitted on;
+    ``frequency`` (n_items + 1,): interactions per item in ``training``.
+    """
+
+    training: "Sequences"
+    history: "Sequences"
+    users: NDArray[np.int64]
+    target: NDArray[np.int64]
+    frequency: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Item sequences of many users, stored end to end.
+
+    Shapes: ``items`` (N,) with ids 1…n_items in time order, ``offsets``
+    (users + 1,): user u owns ``items[offsets[u]:offsets[u + 1]]``; ``times``
+    (N,) in seconds, or None. ``users`` and ``labels`` hold the names used by
+    the file; ``sha256`` is the checksum of the file read.
+    Raises: ValueError if offsets, ids or lengths contradict each other.
+    """
+
+    items: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    n_items: int
+    times: NDArray[np.float64] | None = None
+    users: Sequence[str] | None = None
+    labels: Sequence[str] | None = None
+    name: str = ""
+    sha256: str = ""
+    notes: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        items, offsets = self.items, self.offsets
+        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0:
+            raise ValueError("offsets: expected shape (users + 1,) from 0")
+        if (np.diff(offsets) < 0).any() or offsets[-1] != len(items):
+            raise ValueError(
+                f"offsets: expected an increasing walk to {len(items)}, got "
+                f"an end of {offsets[-1]}"
+            )
+        if len(items) and not 1 <= items.min() <= items.max() <= self.n_items:
+            raise ValueError(
+                f"items: expected ids in 1…{self.n_items}, got "
+                f"{items.min()}…{items.max()}"
+            )
+        if self.times is not None and self.times.shape != items.shape:
+            raise ValueError(
+                f"times: expected shape {items.shape}, got {self.times.shape}"
+            )
+
+    @classmethod
+    def of(cls, sequences: Iterable[Iterable[int]], **given) -> "Sequences":
+        """Pack an iterable of id sequences; ``n_items`` defaults to the max.
+
+        >>> Sequences.of([[1, 2], [2]]).n_items
+        2
+        """
+        rows = [np.asarray(list(s), dtype=np.int64) for s in sequences]
+        lengths = [len(row) for row in rows]
+        items = np.concatenate([np.empty(0, np.int64), *rows])
+        given.setdefault("n_items", int(items.max(initial=0)))
+        return cls(items, np.cumsum([0, *lengths], dtype=np.int64), **given)
+
+    def __len__(self) -> int:
+        """The number of users."""
+        return len(self.offsets) - 1
+
+    def __getitem__(self, user: int) -> NDArray[np.int64]:
+        """The items of one user, in time order."""
+        if not -len(self) <= user < len(self):
+            raise IndexError(f"user: expected one of {len(self)}, got {user}")
+        user %= len(self)
+        return self.items[self.offsets[user] : self.offsets[user + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Interactions per user, (users,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def frequency(self) -> NDArray[np.int64]:
+        """Interactions per item, (n_items + 1,); entry 0 is padding's."""
+        return np.bincount(self.items, minlength=self.n_items + 1)
+
+    @property
+    def density(self) -> float:
+        """Interactions divided by users times items."""
+        return len(self.items) / max(1, len(self) * self.n_items)
+
+    def take(self, users: NDArray[np.int64]) -> "Sequences":
+        """The same sequences for some of the users only."""
+        return self._cut(users, np.zeros(len(users), dtype=np.int64))
+
+    def without_last(self, n: int) -> "Sequences":
+        """Each sequence without its last ``n`` items (down to none)."""
+        every = np.arange(len(self))
+        return self._cut(every, np.minimum(self.lengths, n))
+
+    def _cut(self, users, dropped) -> "Sequences":
+        kept = self.lengths[users] - dropped
+        offsets = np.concatenate([[0], np.cumsum(kept)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], kept)
+        index = np.repeat(self.offsets[:-1][users], kept) + within
+        names = self.users
+        return replace(
+            self,
+            items=self.items[index],
+            offsets=offsets,
+            times=None if self.times is None else self.times[index],
+            users=None if names is None else [names[u] for u in users],
+        )
+
+    def split(self, part: str = "validation") -> Split:
+        """Leave one out: last item = test, last but one = validation.
+
+        Both parts train on what lies before the last two items; a test
+        history holds the validation item too. A user with fewer than three
+        items is trained on whole and never asked, so that nothing is lost.
+        Raises: ValueError for a part other than "validation" or "test".
+        """
+        if part not in ("validation", "test"):
+            raise ValueError(
+                f"part: expected validation or test, got {part!r}"
+            )
+        lengths = self.lengths
+        asked = np.flatnonzero(lengths >= 3)
+        every = np.arange(len(self))
+        training = self._cut(every, np.where(lengths >= 3, 2, 0))
+        back = 2 if part == "validation" else 1
+        history = self._cut(asked, np.full(len(asked), back))
+        target = self.items[self.offsets[1:][asked] - back]
+        return Split(training, history, asked, target, training.frequency)
+
+    def describe(self) -> dict:
+        """Name, counts, density and checksum, for a result's provenance."""
+        return {
+            "name": self.name,
+            "users": len(self),
+            "items": self.n_items,
+            "interactions": len(self.items),
+            "mean_length": round(float(self.lengths.mean()), 3),
+            "density": self.density,
+            "sha256": self.sha256,
+            **({"notes": self.notes} if self.notes else {}),
+        }

@@ -1,0 +1,309 @@
+"""Through the FFN: exact diagonal Jacobians and the delta method.
+
+A feed-forward network behind a norm has A = W₂ diag(p) W₁ as its Jacobian
+with respect to the norm's output: p is φ'(a) for an MLP, and for a gated one
+(φ'(g)∘u, φ(g)) stacked, with W₂ repeated. Everything below follows from
+p, a, W₁ and W₂; no d×d matrix per token is formed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bft_ref import checks
+from bft_ref.belief import wide
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+GATED = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
+
+
+def value_and_slope(
+    activation: Activation, a: Tensor
+) -> tuple[Tensor, Tensor]:
+    """φ(a) and φ'(a) of a pointwise activation; any shape.
+
+    Closed forms for the common ones, forward-mode differentiation otherwise.
+    """
+    if activation in (F.relu, torch.relu):
+        return F.relu(a), (a > 0).to(a.dtype)
+    if activation is F.silu:
+        s = torch.sigmoid(a)
+        return a * s, s * (1 + a * (1 - s))
+    if activation is F.gelu:
+        cdf = torch.special.ndtr(a)
+        pdf = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
+        return a * cdf, cdf + a * pdf
+    if activation in (torch.tanh, F.tanh):
+        t = torch.tanh(a)
+        return t, 1 - t * t
+    return torch.func.jvp(activation, (a,), (torch.ones_like(a),))
+
+
+class Normalised(NamedTuple):
+    """A normalised state and what its Jacobian needs.
+
+    ``z`` (..., d) before the affine map; ``scale`` (..., 1) the standard
+    deviation ς (LayerNorm) or root mean square r (RMSNorm), in state units;
+    ``gamma`` (d,) and ``beta`` (d,), or None; ``centred`` is True for
+    LayerNorm.
+    """
+
+    z: Tensor
+    scale: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    centred: bool
+
+    @property
+    def output(self) -> Tensor:
+        """γ∘z + β, (..., d)."""
+        y = self.z if self.gamma is None else self.z * self.gamma
+        return y if self.beta is None else y + self.beta
+
+
+def normalise(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float = 1e-5,
+    centred: bool = True,
+) -> Normalised:
+    """LayerNorm (``centred``) or RMSNorm of x (..., d), with its scale."""
+    d = (x.shape[-1],)
+    w = wide(x)
+    if centred:
+        variance = w.var(-1, correction=0, keepdim=True)
+        z = F.layer_norm(w, d, eps=eps)
+    else:
+        variance = w.square().mean(-1, keepdim=True)
+        z = F.rms_norm(w, d, eps=eps)
+    return Normalised(z, (variance + eps).sqrt(), gamma, beta, centred)
+
+
+class FeedForward(NamedTuple):
+    """An evaluated feed-forward network: output and linearisation.
+
+    ``output`` (..., d); ``slope`` p and ``preactivation`` a (..., f), or
+    (..., 2f) for a gated network; ``w_in`` W₁ (f or 2f, d), ``b_in``, and
+    ``w_out`` W₂ (d, f or 2f).
+    """
+
+    output: Tensor
+    slope: Tensor
+    preactivation: Tensor
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+
+
+def feed_forward(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    activation: Activation,
+    gated: bool = False,
+    dropout_p: float = 0.0,
+) -> FeedForward:
+    """W₂φ(W₁x + b₁) + b₂, or W₂(φ(g)∘u) + b₂ with (g, u) = W₁x + b₁.
+
+    Dropout acts on the output only: the linearisation is of the mean.
+
+    Shapes: ``x`` (..., d); ``w_in`` (f, d), (2f, d) if ``gated``; ``w_out``
+    (d, f). Equation (7.3).
+    """
+    a = F.linear(x, w_in, b_in)
+    if gated:
+        g, u = a.chunk(2, -1)
+        phi, slope = value_and_slope(activation, g)
+        hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
+        tiled = torch.cat([w_out, w_out], 1)
+    else:
+        hidden, slope = value_and_slope(activation, a)
+        tiled = w_out
+    hidden = torch.dropout(hidden, dropout_p, dropout_p > 0)
+    return FeedForward(
+        F.linear(hidden, w_out, b_out), slope, a, w_in, b_in, tiled
+    )
+
+
+def _through_norm(
+    ffn: FeedForward, norm: Normalised | None, exact: bool
+) -> Tensor:
+    """M (f, d) with p @ M the part of J·ς that is linear in p alone."""
+    m = ffn.w_in * ffn.w_out.mT
+    if norm is None:
+        return m
+    if norm.gamma is not None:
+        m = m * norm.gamma
+    if exact and norm.centred:  # A times γ: W₁γ is one fixed vector
+        gamma = ffn.w_in.sum(1) if norm.gamma is None else (
+            ffn.w_in @ norm.gamma
+        )
+        m = m - gamma[:, None] * ffn.w_out.mT / m.shape[1]
+    return m
+
+
+def _radial(ffn: FeedForward, norm: Normalised) -> Tensor:
+    """p∘W₁(γ∘z), (..., f): W₁(γ∘z) is a without its constant part."""
+    constant = ffn.b_in
+    if norm.beta is not None:
+        shift = ffn.w_in @ norm.beta
+        constant = shift if constant is None else constant + shift
+    a = ffn.preactivation
+    return ffn.slope * (a if constant is None else a - constant)
+
+
+def jacobian_diag(
+    ffn: FeedForward, norm: Normalised | None = None, exact: bool = True
+) -> Tensor:
+    """J_i = ∂FFN(norm(h))_i/∂h_i, (..., d), without forming ∂FFN/∂h.
+
+    No norm: J = p @ (W₁∘W₂ᵀ). LayerNorm: (γ_iA_ii − mean_k A_ikγ_k −
+    z_i mean_k A_ikγ_kz_k)/ς; RMSNorm: the same without the middle term. The
+    first two terms are one product with a fixed matrix, the third one JVP.
+    ``exact=False`` keeps the first term alone: cheap, and wrong for outlier
+    features (z_i² ~ d).
+
+    Units: none. Equations (7.4)–(7.6); the diagonal is the paper's, the
+    closed forms are ours.
+    """
+    first = ffn.slope @ _through_norm(ffn, norm, exact).to(ffn.slope.dtype)
+    first = wide(first)
+    if norm is None:
+        return first
+    if exact:
+        radial = wide(F.linear(_radial(ffn, norm), ffn.w_out))
+        first = first - norm.z * radial / radial.shape[-1]
+    return first / norm.scale
+
+
+def jacobian_trace(
+    ffn: FeedForward, norm: Normalised | None = None, exact: bool = True
+) -> Tensor:
+    """tr J/d, (..., 1): the mean of :func:`jacobian_diag`, O(f) per token.
+
+    Only the exact norm term costs a product with W₂. Equation (7.9).
+    """
+    d = ffn.w_in.shape[1]
+    column = _through_norm(ffn, norm, exact).sum(1)
+    trace = wide(ffn.slope @ column.to(ffn.slope.dtype)).unsqueeze(-1)
+    if norm is None:
+        return trace / d
+    if exact:
+        back = F.linear(norm.z.to(ffn.w_out.dtype), ffn.w_out.mT)
+        radial = (wide(back) * wide(_radial(ffn, norm))).sum(-1, True)
+        trace = trace - radial / d
+    return trace / norm.scale / d
+
+
+def jacobian_product(
+    ffn: FeedForward, vector: Tensor, norm: Normalised | None = None
+) -> Tensor:
+    """J x, (..., d), the exact Jacobian of FFN∘norm times x (..., d)."""
+    if norm is not None:
+        inner = vector - norm.z * (norm.z * vector).mean(-1, keepdim=True)
+        if norm.centred:
+            inner = inner - vector.mean(-1, keepdim=True)
+        vector = inner / norm.scale
+        if norm.gamma is not None:
+            vector = vector * norm.gamma
+    forward = F.linear(vector.to(ffn.w_in.dtype), ffn.w_in)
+    return wide(F.linear(ffn.slope * forward, ffn.w_out))
+
+
+def hutchinson_growth(
+    function: Activation, x: Tensor, probes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """f(x), and an unbiased estimate of (1 + J)², J = diag ∂f/∂x.
+
+    r∘Jr is unbiased for J when r has random signs. Two independent probes
+    are multiplied: one, squared, would estimate Σ_k(δ_ik + J_ik)² instead.
+    The product may be negative and is then 0.
+
+    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → two of (..., d).
+    Equation (7.8); ours.
+    """
+    (r1, r2) = probes
+    y, first = torch.func.jvp(function, (x,), (r1,))
+    _, second = torch.func.jvp(function, (x,), (r2,))
+    growth = (1 + r1 * wide(first)) * (1 + r2 * wide(second))
+    return y, growth.clamp(min=0.0)
+
+
+def row_variance(
+    log_precision: Tensor, probe: Tensor, product: Activation
+) -> Tensor:
+    """Estimate of Σ_k (δ_ik + J_ik)²/λ_k, (..., d), from one JVP.
+
+    E[((I + J) λ^{−½} r)_i²] over random signs r: the exact first-order
+    variance, which the diagonal rule underestimates.
+
+    Shapes: ``log_precision`` broadcasts with ``probe`` (..., d), signs;
+    ``product`` maps x to Jx. Units: state². Equation (7.10); ours.
+    """
+    x = (-0.5 * log_precision).exp() * probe
+    return (x + product(x)).square()
+
+
+def predict(
+    log_precision: Tensor, log_growth: Tensor, log_process_noise: Tensor
+) -> Tensor:
+    """log λ'' = −log((1 + J)²/λ' + Q): precision after the FFN.
+
+    Shapes: broadcast; ``log_growth`` is log (1 + J)². Equation (8.1); the
+    paper.
+    """
+    return -torch.logaddexp(log_growth - log_precision, log_process_noise)
+
+
+def log_square(x: Tensor) -> Tensor:
+    """log(x² + tiny): finite, with a finite gradient at x = 0."""
+    return torch.log(x.square() + torch.finfo(x.dtype).tiny)
+
+
+def normalised_variance(variance: Tensor, norm: Normalised) -> Tensor:
+    """Variance of norm(h), to first order and with every cross term, O(d).
+
+    LayerNorm: γ_i²/ς² [v_i(1 − 2(1 + z_i²)/d) + (Σv + 2z_iΣzv +
+    z_i²Σz²v)/d²]; its diagonal part alone vanishes at z_i² = d − 1. RMSNorm:
+    the terms without z² or z come from the mean and drop out.
+
+    Shapes: ``variance`` broadcasts to (..., d), in state² → (..., d), in
+    units of the output². Equation (9.4); ours.
+    """
+    z = wide(norm.z)
+    d = z.shape[-1]
+    v = wide(variance).expand(z.shape)
+    zz = z.square()
+    own, shared = zz, zz * (zz * v).sum(-1, True)
+    if norm.centred:
+        own = own + 1
+        shared = shared + v.sum(-1, True) + 2 * z * (z * v).sum(-1, True)
+    result = v * (1 - 2 * own / d) + shared / d**2
+    if norm.gamma is not None:
+        result = result * norm.gamma.square()
+    result = result / norm.scale.square()
+    return result.clamp(min=torch.finfo(result.dtype).tiny)
+
+
+def activation_function(
+    activation: str | Activation,
+) -> tuple[Activation, bool]:
+    """The pointwise function and whether it gates (SwiGLU, GEGLU, ReGLU)."""
+    if callable(activation):
+        return activation, False
+    names = [*ACTIVATIONS, *GATED]
+    checks.choice("activation", activation, names)
+    name = GATED.get(activation, activation)
+    return ACTIVATIONS[name], activation in GATED

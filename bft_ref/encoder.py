@@ -1,0 +1,157 @@
+"""A stack of layers: a filter over depth."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bft_ref import checks
+from bft_ref.belief import Belief
+from bft_ref.cache import KeyValueCache
+from bft_ref.layer import BFTConfig, BFTLayer, LayerTrace
+
+
+class BFTEncoder(nn.Module):
+    """``num_layers`` copies of a layer; the counterpart of nn.TransformerEncoder.
+
+    Given a tensor it returns a tensor, given a :class:`Belief` a Belief. A
+    tensor starts from the learned precision τ, ``log_initial_precision``,
+    (d,) or (1,); a Belief brings its own (from
+    :class:`bft_ref.initial.ItemPrecision`, an MLP, or known measurement
+    errors).
+
+    Arguments: ``layer``, copied ``num_layers`` times with fresh random
+    weights kept as they are in the copies, as PyTorch does; ``norm``, a final
+    module on the mean; ``initial_precision`` τ > 0 in 1/state²;
+    ``checkpointing`` recomputes each layer in the backward pass.
+    Equation (9.5).
+    """
+
+    def __init__(
+        self,
+        layer: BFTLayer,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        *,
+        initial_precision: float = 1.0,
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        if not isinstance(layer, BFTLayer):
+            raise TypeError(
+                f"layer: expected a BFTLayer, got {type(layer).__name__}"
+            )
+        if not isinstance(num_layers, int) or num_layers < 1:
+            raise ValueError(
+                f"num_layers: expected a positive integer, got {num_layers!r}"
+            )
+        checks.number("initial_precision", initial_precision, 0.0)
+        self.layers = nn.ModuleList(
+            copy.deepcopy(layer) for _ in range(num_layers)
+        )
+        self.norm = norm
+        self.checkpointing = checkpointing
+        self.log_initial_precision = nn.Parameter(
+            torch.full_like(layer.log_process_noise, initial_precision).log()
+        )
+
+    @classmethod
+    def from_torch(
+        cls,
+        encoder: nn.TransformerEncoder,
+        config: BFTConfig | None = None,
+        *,
+        initial_precision: float = 1.0,
+    ) -> "BFTEncoder":
+        """A BFT encoder with the weights of a plain Transformer encoder.
+
+        Takes over sizes, activation, norm order and dropout. How visible the
+        patch is at first is set by ``initial_precision`` and
+        ``config.process_noise``: a patch that cannot be seen cannot learn.
+        Raises: TypeError for anything but nn.TransformerEncoder.
+        """
+        if not isinstance(encoder, nn.TransformerEncoder):
+            raise TypeError(
+                "encoder: expected nn.TransformerEncoder, got "
+                f"{type(encoder).__name__}"
+            )
+        plain = encoder.layers[0]
+        weight = plain.linear1.weight
+        layer = BFTLayer(
+            plain.self_attn.embed_dim,
+            plain.self_attn.num_heads,
+            plain.linear1.out_features,
+            plain.dropout.p,
+            plain.activation,
+            plain.norm1.eps,
+            plain.self_attn.batch_first,
+            plain.norm_first,
+            plain.linear1.bias is not None,
+            weight.device,
+            weight.dtype,
+            config=config,
+        )
+        result = cls(
+            layer,
+            len(encoder.layers),
+            copy.deepcopy(encoder.norm),
+            initial_precision=initial_precision,
+        )
+        for ours, theirs in zip(result.layers, encoder.layers, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+        return result.train(encoder.training)
+
+    def forward(
+        self,
+        src: Belief | Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        caches: list[KeyValueCache] | None = None,
+        trace: bool = False,
+    ) -> (
+        Belief
+        | Tensor
+        | tuple[Belief, list[LayerTrace]]
+        | tuple[Tensor, list[LayerTrace]]
+    ):
+        """The belief after every layer; with ``trace`` their internals too.
+
+        Shapes and masks: as :class:`BFTLayer`. ``caches``: one per layer, for
+        incremental decoding (make them with :meth:`make_caches`).
+        Raises: as :class:`BFTLayer`; ValueError for a wrong number of caches.
+        """
+        given_tensor = isinstance(src, Tensor)
+        if isinstance(src, Tensor):
+            log = self.log_initial_precision.expand(*src.shape[:-1], -1)
+            src = Belief(src, log)
+        if caches is None:
+            caches = [None] * len(self.layers)
+        elif len(caches) != len(self.layers):
+            raise ValueError(
+                f"caches: expected {len(self.layers)}, got {len(caches)}"
+            )
+        belief, traces = src, []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            arguments = (belief, mask, src_key_padding_mask, is_causal)
+            options = {"cache": cache, "trace": trace}
+            if self.checkpointing and self.training:
+                out = checkpoint(
+                    layer, *arguments, use_reentrant=False, **options
+                )
+            else:
+                out = layer(*arguments, **options)
+            if trace:
+                out, internals = out
+                traces.append(internals)
+            belief = out
+        if self.norm is not None:
+            belief = belief._replace(mean=self.norm(belief.mean))
+        result = belief.mean if given_tensor else belief
+        return (result, traces) if trace else result
+
+    def make_caches(self) -> list[KeyValueCache]:
+        """Empty key/value caches, one per layer."""
+        return [KeyValueCache() for _ in self.layers]

@@ -1,0 +1,57 @@
+"""Where precision comes from: τ, the precision before the first layer."""
+
+import torch
+from torch import Tensor, nn
+
+from bft_ref import checks
+
+
+class ItemPrecision(nn.Module):
+    """A learned precision τ per item: an embedding of log τ.
+
+    Shapes: ``forward(items)`` with integer items (B, T) → log τ (B, T, d),
+    d = ``features`` (1: one per item). All start at ``initial`` > 0, in
+    1/state². Adds n_items·d parameters: 1/d of an embedding table if d = 1.
+    Equation (12.1); the paper.
+    """
+
+    def __init__(
+        self, num_items: int, features: int = 1, initial: float = 1.0
+    ):
+        super().__init__()
+        checks.number("initial", initial, 0.0)
+        self.log_precision = nn.Embedding(num_items, features)
+        nn.init.constant_(
+            self.log_precision.weight, torch.tensor(initial).log().item()
+        )
+
+    def forward(self, items: Tensor) -> Tensor:
+        return self.log_precision(items)
+
+
+class MLPPrecision(nn.Module):
+    """log τ from the embedding by a small MLP, d → hidden → features.
+
+    Shapes: ``forward(h)``, h (B, T, d) → (B, T, features). The last layer
+    starts at zero, so that every τ starts at ``initial``.
+    Equation (12.2); the paper names the MLP, its shape is ours.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        features: int = 1,
+        hidden: int = 16,
+        initial: float = 1.0,
+    ):
+        super().__init__()
+        checks.number("initial", initial, 0.0)
+        self.layers = nn.Sequential(
+            nn.Linear(d_model, hidden), nn.GELU(), nn.Linear(hidden, features)
+        )
+        last = self.layers[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, torch.tensor(initial).log().item())
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layers(h)

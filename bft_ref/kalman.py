@@ -1,0 +1,121 @@
+"""The Kalman gain and update, and the scalar filter they come from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bft_ref import checks
+from bft_ref.belief import Belief, discount
+
+
+def gain(log_precision: Tensor, log_observation_precision: Tensor) -> Tensor:
+    """Kalman gain K = λ_obs/(λ + λ_obs) = sigmoid(log λ_obs − log λ).
+
+    Shapes: broadcast. K has no unit; it lies in (0, 1) in exact arithmetic
+    and in [0, 1] in floating point; λ_obs = 0 (log: -inf) gives K = 0.
+
+    Equation (2.5); the update of the paper.
+    """
+    return torch.sigmoid(log_observation_precision - log_precision)
+
+
+def update(
+    belief: Belief, innovation: Tensor, log_observation_precision: Tensor
+) -> tuple[Belief, Tensor]:
+    """The belief after an observation, and the gain it was weighted with.
+
+    h' = h + K∘e and λ' = λ + λ_obs. A filter's innovation is e = z − h; a
+    Transformer layer reads what attention adds as e and never subtracts h.
+
+    Shapes: ``innovation`` as ``belief.mean``, (..., d), in state units;
+    ``log_observation_precision`` (..., d) or (..., 1), -inf where there is
+    no information. Equations (2.3), (2.4) and (6.2).
+    """
+    checks.broadcastable("innovation", innovation, "mean", belief.mean)
+    k = gain(belief.log_precision, log_observation_precision)
+    mean = belief.mean + k.to(belief.mean.dtype) * innovation
+    log_precision = torch.logaddexp(
+        belief.log_precision, log_observation_precision
+    )
+    return Belief(mean, log_precision), k
+
+
+def steady_state_precision(
+    observation_precision: Tensor, process_noise: Tensor
+) -> Tensor:
+    """The fixed point λ* of λ → 1/(1/(λ + o) + Q), in 1/state².
+
+    λ* = 2o/(Qo + √(Q²o² + 4Qo)), the form that does not cancel. Globally
+    stable, with multiplier (λ*/(λ* + o))².
+
+    Shapes: broadcast. Raises: ValueError unless o > 0 and Q > 0.
+    Equation (2.9).
+    """
+    o = checks.positive("observation_precision", observation_precision)
+    q = checks.positive("process_noise", process_noise)
+    qo = q * o
+    return 2 * o / (qo + torch.sqrt(qo * (qo + 4)))
+
+
+class FilteredPath(NamedTuple):
+    """A filtered series of length T; every field has shape (T,).
+
+    ``predicted`` is the belief before the observation of that time,
+    ``filtered`` after it; ``log_likelihood`` holds the terms of the
+    prediction-error decomposition (0 where the observation is missing).
+    """
+
+    predicted: Belief
+    filtered: Belief
+    gain: Tensor
+    log_likelihood: Tensor
+
+
+def local_level_filter(
+    observations: Tensor,
+    observation_variance: float | Tensor,
+    level_variance: float | Tensor,
+    prior: Belief | None = None,
+) -> FilteredPath:
+    """Kalman filter of the local level model, in mean/precision form.
+
+    z_t = h_t + noise of variance 1/o, h_{t+1} = h_t + noise of variance Q.
+    NaN in ``observations`` is a missing value: the belief is only discounted.
+
+    Shapes: ``observations`` (T,). Units: variances in observation². The
+    ``prior`` has scalar mean and log precision; None is the exact diffuse
+    prior, λ = 0, whose first term leaves the likelihood.
+
+    Raises: ValueError for an empty series, infinity, variances that are not
+    positive (``level_variance`` may be 0). Equations (2.3)–(2.6).
+    """
+    z = checks.floating("observations", observations)
+    checks.shape("observations", z, ["T"])
+    if len(z) == 0:
+        raise ValueError("observations: expected at least one, got none")
+    if z.isinf().any():
+        raise ValueError("observations: expected numbers or NaN, got infinity")
+    r = torch.as_tensor(observation_variance, dtype=z.dtype, device=z.device)
+    q = torch.as_tensor(level_variance, dtype=z.dtype, device=z.device)
+    log_o = -checks.positive("observation_variance", r).log()
+    log_q = checks.not_negative("level_variance", q).log()
+    if prior is None:
+        prior = Belief(z.new_zeros(()), z.new_full((), -torch.inf))
+    belief, rows = prior, []
+    log_2pi = torch.log(2 * z.new_tensor(torch.pi))
+    for z_t in z:
+        filtered, k, term = belief, z.new_zeros(()), z.new_zeros(())
+        if not z_t.isnan():
+            innovation = z_t - belief.mean
+            filtered, k = update(belief, innovation, log_o)
+            if belief.log_precision > -torch.inf:
+                log_f = -discount(belief.log_precision, -log_o)  # Var z_t
+                scaled = innovation**2 * (-log_f).exp()
+                term = -0.5 * (log_2pi + log_f + scaled)
+        rows.append((*belief, *filtered, k, term))
+        belief = Belief(
+            filtered.mean, discount(filtered.log_precision, log_q)
+        )
+    m0, l0, m1, l1, k, terms = (torch.stack(x) for x in zip(*rows, strict=True))
+    return FilteredPath(Belief(m0, l0), Belief(m1, l1), k, terms)

@@ -1,0 +1,273 @@
+"""Kriging, and attention as kriging: the readable reference.
+
+Everything here holds the T×T weights in memory and says what it means;
+:mod:`bft_ref.attention` computes the same numbers without them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bft_ref import checks
+from bft_ref.belief import wide
+
+
+class KrigingPrediction(NamedTuple):
+    """What kriging says at m points: all fields (m,), ``weights`` (m, n).
+
+    ``mean`` in units of the values, ``variance`` (of the error of predicting
+    a new value) in their square; ``multiplier`` is the Lagrange multiplier
+    of ordinary kriging, zero for simple kriging.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    weights: Tensor
+    multiplier: Tensor
+
+
+def _kriging_input(covariance, cross_covariance, values, point_variance):
+    values = checks.finite("values", values)
+    checks.shape("values", values, ["n"])
+    n = len(values)
+    if n == 0:
+        raise ValueError("values: expected at least one, got none")
+    checks.finite("covariance", covariance)
+    checks.shape("covariance", covariance, [n, n])
+    checks.finite("cross_covariance", cross_covariance)
+    checks.shape("cross_covariance", cross_covariance, ["m", n])
+    c0 = torch.as_tensor(point_variance).to(values)
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    if info.any():
+        raise ValueError(
+            "covariance: expected a positive definite matrix, got one whose "
+            f"leading minor of order {int(info)} is not positive (are two "
+            "points the same?)"
+        )
+    return factor, c0
+
+
+def simple_kriging(
+    covariance: Tensor,
+    cross_covariance: Tensor,
+    values: Tensor,
+    mean: float | Tensor,
+    point_variance: float | Tensor,
+) -> KrigingPrediction:
+    """The best linear prediction when the mean of the field is known.
+
+    w = C⁻¹c, prediction m + wᵀ(v − m), variance c₀ − cᵀC⁻¹c.
+
+    Shapes: ``covariance`` C (n, n) of the observed values;
+    ``cross_covariance`` c (m, n) with the points asked for; ``values`` (n,);
+    ``point_variance`` c₀ = Var of the value predicted, scalar or (m,).
+    Units: values, and values² for covariances.
+    Raises: ValueError for wrong shapes, NaN, a covariance that is not
+    positive definite. Equations (3.1), (3.2).
+    """
+    factor, c0 = _kriging_input(
+        covariance, cross_covariance, values, point_variance
+    )
+    weights = torch.cholesky_solve(cross_covariance.mT, factor).mT
+    prediction = mean + weights @ (values - mean)
+    variance = c0 - (weights * cross_covariance).sum(-1)
+    return KrigingPrediction(
+        prediction, variance, weights, torch.zeros_like(prediction)
+    )
+
+
+def ordinary_kriging(
+    covariance: Tensor,
+    cross_covariance: Tensor,
+    values: Tensor,
+    point_variance: float | Tensor,
+) -> KrigingPrediction:
+    """The best linear unbiased prediction when the mean is unknown.
+
+    Minimises the error variance under Σw = 1; ψ is the multiplier of that
+    constraint: w = C⁻¹(c + ψ1), ψ = (1 − 1ᵀC⁻¹c)/(1ᵀC⁻¹1), and the variance
+    is c₀ − wᵀc + ψ.
+
+    Shapes, units, errors: as :func:`simple_kriging`, without the mean.
+    Equations (3.3)–(3.5).
+    """
+    factor, c0 = _kriging_input(
+        covariance, cross_covariance, values, point_variance
+    )
+    ones = torch.ones_like(values)
+    solved = torch.cholesky_solve(cross_covariance.mT, factor).mT
+    solved_ones = torch.cholesky_solve(ones[:, None], factor).squeeze(-1)
+    multiplier = (1 - solved @ ones) / solved_ones.sum()
+    weights = solved + multiplier[:, None] * solved_ones
+    variance = c0 - (weights * cross_covariance).sum(-1) + multiplier
+    return KrigingPrediction(weights @ values, variance, weights, multiplier)
+
+
+def kriging_weights(
+    scores: Tensor,
+    log_token_precision: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """α̃ = softmax(scores + log λ̄): attention weighted by precision.
+
+    α̃_tj = α_tj λ̄_j / Σ_j α_tj λ̄_j: a log-precision bias on the logits. A
+    row that may see nothing gets zero weights, not NaN.
+
+    Shapes: ``scores`` (..., T, S), without unit; ``log_token_precision``
+    (..., S), broadcast over queries; ``attn_mask`` broadcasts to (..., T, S):
+    boolean, True where a key may be seen, or a float added to the scores.
+    With ``is_causal`` query t sees keys up to t + S − T.
+    Returns: (..., T, S), float32 or wider; rows sum to 1 (or to 0).
+    Equation (3.9); the paper.
+    """
+    scores = wide(checks.floating("scores", scores))
+    checks.shape(
+        "log_token_precision",
+        log_token_precision,
+        [*[None] * (log_token_precision.dim() - 1), scores.shape[-1]],
+    )
+    logits = scores + log_token_precision.unsqueeze(-2)
+    seen = None
+    if attn_mask is not None:
+        checks.broadcastable("attn_mask", attn_mask, "scores", scores)
+        if attn_mask.dtype == torch.bool:
+            seen = attn_mask
+        else:
+            logits = logits + wide(attn_mask)
+            seen = attn_mask > -torch.inf
+    if is_causal:
+        queries, keys = scores.shape[-2:]
+        causal = scores.new_ones(queries, keys, dtype=torch.bool).tril(
+            keys - queries
+        )
+        seen = causal if seen is None else seen & causal
+    if seen is None:
+        return logits.softmax(-1)
+    # The lowest finite number keeps a row that sees nothing finite, gradient
+    # included; the zeros are put in afterwards.
+    lowest = torch.finfo(logits.dtype).min
+    weights = logits.masked_fill(~seen, lowest).softmax(-1)
+    return weights.masked_fill(~seen, 0.0)
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """n = 1/Σ_j α̃_tj², Kish's effective sample size; 0 for an empty row.
+
+    Shapes: ``weights`` (..., T, S), rows summing to 1 → (..., T), in [1, S].
+    Equation (4.6); the paper names n_eff, the formula is our choice.
+    """
+    squares = weights.square().sum(-1)
+    some = squares > 0
+    n = 1 / torch.where(some, squares, 1.0)
+    n = n.clamp(1.0, max(weights.shape[-1], 1))
+    return torch.where(some, n, 0.0)
+
+
+def dispersion(
+    weights: Tensor, values: Tensor, center: Tensor | None = None
+) -> Tensor:
+    """D = Σ α̃ v² − (Σ α̃ v)², the expanded square, about a fixed centre.
+
+    D is unchanged when a constant is added to v, so ``center``, any constant
+    near the values, is taken off first: without it float32 cancels where the
+    mean is much larger than the spread.
+
+    Shapes: ``weights`` (..., T, S), ``values`` (..., S, d), ``center``
+    broadcasts with the values (..., 1, d) → (..., T, d) ≥ 0, in value².
+    Equation (4.1); the paper.
+    """
+    v = wide(values) if center is None else wide(values) - wide(center)
+    return (weights @ v.square() - (weights @ v).square()).clamp(min=0.0)
+
+
+class Kriging(NamedTuple):
+    """What attention saw, head by head (H heads of size d_h).
+
+    ``mean`` μ (B, H, T, d_h) in value units; ``dispersion`` D, the same shape
+    in value², or (B, H, T, 1) where it was contracted with feature weights;
+    ``n_eff`` (B, H, T), 0 where a row saw nothing; ``neighbour_variance``
+    Σ_j α̃_tj c_j (B, H, T); ``weights`` α̃ (B, H, T, S), None where they were
+    never formed.
+    """
+
+    mean: Tensor
+    dispersion: Tensor
+    n_eff: Tensor
+    neighbour_variance: Tensor
+    weights: Tensor | None
+
+
+def kriging_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_token_precision: Tensor,
+    *,
+    neighbour_variance: Tensor | None = None,
+    feature_weights: Tensor | None = None,
+    center: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Kriging:
+    """Attention as kriging: mean, dispersion and effective sample size.
+
+    With equal precisions the mean is ``F.scaled_dot_product_attention``.
+    Dropout thins the weights of the mean only: dispersion and n_eff need
+    weights that sum to one.
+
+    Shapes: ``query`` (B, H, T, d_h); ``key``, ``value`` (B, H_kv, S, d_h),
+    H a multiple of H_kv (grouped queries); ``log_token_precision`` and
+    ``neighbour_variance`` c (B, S), default 1; ``feature_weights`` (H, d_h)
+    contracts the dispersion to (B, H, T, 1), Σ_k w_k D_k; ``center``
+    broadcasts with the values; ``attn_mask`` as in :func:`kriging_weights`,
+    broadcasting to (B, H, T, S).
+    Raises: TypeError and ValueError for dtypes and shapes that do not fit.
+    Equations (3.9), (4.1), (4.6).
+    """
+    check_attention(query, key, value, log_token_precision)
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    scores = wide(query) @ wide(key).mT / query.shape[-1] ** 0.5
+    weights = kriging_weights(
+        scores, log_token_precision.unsqueeze(1), attn_mask, is_causal
+    )
+    if center is not None and center.dim() == 4:
+        center = center.repeat_interleave(groups, 1)
+    spread = dispersion(weights, value, center)
+    if feature_weights is not None:
+        spread = (spread * wide(feature_weights).unsqueeze(-2)).sum(-1, True)
+    n_eff = effective_sample_size(weights)
+    if neighbour_variance is None:
+        neighbours = (n_eff > 0).to(weights.dtype)
+    else:
+        c = wide(neighbour_variance)[:, None, :, None]
+        neighbours = (weights @ c).squeeze(-1)
+    thinned = torch.dropout(weights, dropout_p, dropout_p > 0)
+    mean = thinned @ wide(value)
+    return Kriging(mean, spread, n_eff, neighbours, weights)
+
+
+def check_attention(query, key, value, log_token_precision) -> None:
+    """Raise unless query, key, value and log λ̄ belong together."""
+    for name, x in [("query", query), ("key", key), ("value", value)]:
+        checks.floating(name, x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: expected shape (batch, heads, tokens, features), "
+                f"got {tuple(x.shape)}"
+            )
+    batch, heads, _, features = query.shape
+    _, kv_heads, keys, _ = key.shape
+    checks.shape("key", key, [batch, kv_heads, keys, features])
+    checks.shape("value", value, [batch, kv_heads, keys, value.shape[-1]])
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"query: expected a number of heads that is a multiple of the "
+            f"{kv_heads} key heads, got {heads}"
+        )
+    checks.floating("log_token_precision", log_token_precision)
+    checks.shape("log_token_precision", log_token_precision, [batch, keys])

@@ -1,0 +1,323 @@
+"""Full ranking, its strata, and whether a difference is more than chance.
+
+Every target is ranked against the whole catalogue without the user's
+history; nothing is sampled.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+
+from bft_ref.checks import choice
+from bft_ref.data.sequences import Sequences, Split
+
+Scorer = Callable[[NDArray[np.int64]], "torch.Tensor | NDArray"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Where each target stood: items above it, and items tied with it.
+
+    Shapes: ``above`` (n,), ``tied`` (n,), counts over ``candidates`` (n,)
+    items that could have been recommended, the target among them.
+    """
+
+    above: NDArray[np.int64]
+    tied: NDArray[np.int64]
+    candidates: NDArray[np.int64]
+
+    def hit(self, k: int = 10, ties: str = "against") -> NDArray[np.float64]:
+        """HR@k of each user, (n,): is the target among the first k?
+
+        ``ties``: "against" puts every tied item before the target;
+        "expected" averages over the orders of the tied items, which gives a
+        constant scorer k / candidates, the level of chance.
+        """
+        choice("ties", ties, ("against", "expected"))
+        if ties == "against":
+            return (self.above + self.tied < k).astype(np.float64)
+        places = np.clip(k - self.above, 0, self.tied + 1)
+        return places / (self.tied + 1)
+
+    def ndcg(self, k: int = 10, ties: str = "against") -> NDArray[np.float64]:
+        """NDCG@k of each user, (n,): 1 / log2(1 + rank) within the first k."""
+        choice("ties", ties, ("against", "expected"))
+        worth = np.zeros(k + 1)
+        worth[:k] = 1 / np.log2(np.arange(k) + 2)
+        if ties == "against":
+            return worth[np.minimum(self.above + self.tied, k)]
+        below = np.concatenate([[0], np.cumsum(worth[:k])])
+        first = np.minimum(self.above, k)
+        last = np.minimum(self.above + self.tied + 1, k)
+        return (below[last] - below[first]) / (self.tied + 1)
+
+    def summary(
+        self, ks: tuple[int, ...] = (10,), ties: str = "against"
+    ) -> dict[str, float]:
+        """Mean HR@k and NDCG@k over users, NaN if there are none."""
+        found = {}
+        for k in ks:
+            for name, values in [
+                (f"HR@{k}", self.hit(k, ties)),
+                (f"NDCG@{k}", self.ndcg(k, ties)),
+            ]:
+                found[name] = float(values.mean()) if len(values) else np.nan
+        return found
+
+    def take(self, where: NDArray) -> "Ranking":
+        """The ranking of some of the users."""
+        return Ranking(
+            self.above[where], self.tied[where], self.candidates[where]
+        )
+
+
+def rank(
+    scores: torch.Tensor | NDArray,
+    target: NDArray[np.int64],
+    history: Sequences | None = None,
+) -> Ranking:
+    """Rank one target a user among all items not in the user's history.
+
+    Shapes: ``scores`` (n, n_items + 1), column 0 is padding's and ignored;
+    ``target`` (n,). A target that is in the history stays a candidate.
+    Raises: ValueError for NaN or +inf scores, a wrong shape, or a target
+    outside 1…n_items.
+    """
+    scores = torch.as_tensor(scores)
+    device = scores.device
+    goal = torch.as_tensor(np.asarray(target), device=device)
+    if scores.dim() != 2 or goal.shape != scores.shape[:1]:
+        raise ValueError(
+            f"scores: expected shape ({len(goal)}, n_items + 1), got "
+            f"{tuple(scores.shape)}"
+        )
+    if len(goal) and not 1 <= goal.min() <= goal.max() < scores.shape[1]:
+        raise ValueError(
+            f"target: expected ids in 1…{scores.shape[1] - 1}, got "
+            f"{int(goal.min())}…{int(goal.max())}"
+        )
+    items = scores[:, 1:]
+    # A NaN or +inf anywhere makes the maximum of its row NaN or +inf.
+    if not bool((items.amax(1) < torch.inf).all()):
+        bad = int((~(items < torch.inf)).any(1).sum())
+        raise ValueError(
+            f"scores: expected numbers below infinity, got NaN or inf for "
+            f"{bad} of {len(goal)} users"
+        )
+    mine = scores.gather(1, goal[:, None])
+    above = (items > mine).sum(1)
+    tied = (items == mine).sum(1) - 1
+    candidates = torch.full_like(above, items.shape[1])
+    if history is not None and len(history.items):
+        owner = np.repeat(np.arange(len(history)), history.lengths)
+        pairs = np.unique(np.stack([owner, history.items]), axis=1)
+        u, i = torch.as_tensor(pairs, device=device)
+        u, i = u[i != goal[u]], i[i != goal[u]]
+        theirs, bar = scores[u, i], mine[u, 0]
+        above.index_add_(0, u, -(theirs > bar).long())
+        tied.index_add_(0, u, -(theirs == bar).long())
+        candidates.index_add_(0, u, -torch.ones_like(u))
+    return Ranking(*(x.cpu().numpy() for x in (above, tied, candidates)))
+
+
+def evaluate(split: Split, score: Scorer, *, chunk: int = 512) -> Ranking:
+    """Rank every target of a split, ``chunk`` users at a time.
+
+    ``score`` maps positions in ``split.history`` (m,) to scores
+    (m, n_items + 1), higher is better. Users are taken in the order of
+    their history's length, so that a model pads little.
+    """
+    n = len(split.target)
+    order = np.argsort(split.history.lengths, kind="stable")
+    found = Ranking(*(np.zeros(n, dtype=np.int64) for _ in range(3)))
+    for start in range(0, n, chunk):
+        part = order[start : start + chunk]
+        ranked = rank(
+            score(part), split.target[part], split.history.take(part)
+        )
+        found.above[part] = ranked.above
+        found.tied[part] = ranked.tied
+        found.candidates[part] = ranked.candidates
+    return found
+
+
+def quartiles(values: NDArray) -> tuple[list[float], NDArray[np.int64]]:
+    """The three quartile cuts of ``values`` and each value's stratum 0…3.
+
+    A stratum holds the values up to and including its cut, so that equal
+    values always share a stratum (the strata need not be of equal size).
+    """
+    cuts = np.quantile(values, [0.25, 0.5, 0.75])
+    return cuts.tolist(), np.searchsorted(cuts, values, side="left")
+
+
+def strata(split: Split) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+    """(kind, label, mask over users) by target frequency and by history.
+
+    Quartiles over the asked users, of the target's frequency in the training
+    data and of the length of the history.
+    """
+    for kind, values in [
+        ("frequency", split.frequency[split.target]),
+        ("history", split.history.lengths),
+    ]:
+        cuts, member = quartiles(values)
+        low = 0
+        for q in range(4):
+            high = int(cuts[q]) if q < 3 else int(values.max(initial=0))
+            yield kind, f"Q{q + 1}: {low}-{high}", member == q
+            low = high + 1
+
+
+def report(
+    split: Split,
+    ranking: Ranking,
+    *,
+    ks: tuple[int, ...] = (5, 10, 20),
+    ties: str = "against",
+) -> dict:
+    """HR and NDCG overall and per stratum, ready for JSON."""
+    found = {"users": len(split.target), **ranking.summary(ks, ties)}
+    for kind, label, mask in strata(split):
+        part = ranking.take(mask).summary((10,), ties)
+        found.setdefault(kind, {})[label] = {
+            "users": int(mask.sum()),
+            **{name: value for name, value in part.items() if mask.any()},
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference with its bootstrap interval.
+
+    ``absolute`` = mean(b) − mean(a); ``relative`` is that over mean(a);
+    each with the ends of the interval at ``level``.
+    """
+
+    absolute: float
+    absolute_low: float
+    absolute_high: float
+    relative: float
+    relative_low: float
+    relative_high: float
+    level: float
+    resamples: int
+
+
+def paired_bootstrap(
+    a: NDArray,
+    b: NDArray,
+    *,
+    resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Difference:
+    """Is b better than a? Percentile interval, users kept paired.
+
+    Shapes: ``a`` and ``b`` (users,), or (seeds, users) for several training
+    runs a side. Users are drawn anew with replacement, the same for both
+    sides and all seeds; given several seeds, each side's runs are drawn anew
+    too (independently: run s of a has nothing to do with run s of b).
+    A relative interval is NaN where a resample of ``a`` has mean 0.
+    Raises: ValueError for shapes that do not pair, NaN, no users, or fewer
+    than 1 resample.
+    """
+    a, b = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (a, b))
+    if a.shape[1] != b.shape[1] or a.shape[1] == 0 or a.ndim != 2:
+        raise ValueError(
+            f"a, b: expected the same users, got {a.shape} and {b.shape}"
+        )
+    if np.isnan(a).any() or np.isnan(b).any():
+        raise ValueError("a, b: expected numbers, got NaN")
+    if resamples < 1 or not 0 < level < 1:
+        raise ValueError(
+            f"resamples, level: expected >= 1 and in (0, 1), got "
+            f"{resamples}, {level}"
+        )
+    rng = np.random.default_rng(seed)
+    n = a.shape[1]
+    means = np.empty((2, resamples))
+    for r in range(resamples):
+        weight = np.bincount(rng.integers(n, size=n), minlength=n) / n
+        for side, x in enumerate((a, b)):
+            runs = x @ weight
+            means[side, r] = runs[rng.integers(len(x), size=len(x))].mean()
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(means[1] - means[0], tails)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = means[1] / means[0] - 1
+        relative = float(b.mean() / a.mean() - 1) if a.mean() else np.nan
+    if not np.isfinite(ratios).all():
+        ratios = np.full(resamples, np.nan)
+    relative_low, relative_high = np.quantile(ratios, tails)
+    return Difference(
+        float(b.mean() - a.mean()),
+        float(low),
+        float(high),
+        relative,
+        float(relative_low),
+        float(relative_high),
+        level,
+        resamples,
+    )
+
+
+def popularity(split: Split) -> Scorer:
+    """Score an item by how often it was seen in training: no sequence."""
+    scores = torch.as_tensor(split.frequency, dtype=torch.float32)
+    scores[0] = -torch.inf
+    return lambda part: scores.expand(len(part), -1)
+
+
+def item_knn(
+    split: Split, *, neighbours: int = 100, shrink: float = 10.0
+) -> Scorer:
+    """Score an item by its cosine similarity to the items of the history.
+
+    Similarity is co-occurrence over users, damped by ``shrink`` so that two
+    items seen together once are not perfect twins; each item keeps its
+    ``neighbours`` most similar ones.
+    """
+    training = split.training
+    seen = _incidence(training)
+    seen.data[:] = 1
+    together = (seen.T @ seen).tocsr()
+    norm = np.sqrt(together.diagonal())
+    together.setdiag(0)
+    together.eliminate_zeros()
+    rows = np.repeat(np.arange(together.shape[0]), np.diff(together.indptr))
+    together.data = together.data / (
+        norm[rows] * norm[together.indices] + shrink
+    )
+    order = np.lexsort((-together.data, rows))
+    place = np.arange(len(rows)) - together.indptr[rows]
+    kept = order[place < neighbours]
+    nearest = sparse.csr_matrix(
+        (together.data[kept], (rows[kept], together.indices[kept])),
+        shape=together.shape,
+    )
+    history = _incidence(split.history)
+
+    def score(part):
+        return (history[part] @ nearest).toarray()
+
+    return score
+
+
+def _incidence(sequences: Sequences) -> sparse.csr_matrix:
+    """Users × (items + 1): how often each user met each item."""
+    matrix = sparse.csr_matrix(
+        (
+            np.ones(len(sequences.items)),
+            sequences.items,
+            sequences.offsets,
+        ),
+        shape=(len(sequences), sequences.n_items + 1),
+    )
+    matrix.sum_duplicates()
+    return matrix

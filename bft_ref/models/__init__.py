@@ -1,0 +1,37 @@
+"""SASRec, BERT4Rec and HSTU, each with or without the Bayesian filter."""
+
+from bft_ref.models.base import ModelConfig, Recommender
+from bft_ref.models.bert4rec import BERT4Rec
+from bft_ref.models.gates import GATES, Gate
+from bft_ref.models.hstu import HSTU
+from bft_ref.models.precision import InitialPrecision
+from bft_ref.models.sasrec import SASRec
+
+MODELS: dict[str, type[Recommender]] = {
+    "sasrec": SASRec,
+    "bert4rec": BERT4Rec,
+    "hstu": HSTU,
+}
+
+
+def build(config: ModelConfig, frequency=None) -> Recommender:
+    """The model that ``config.model`` names.
+
+    ``frequency`` (n_items + 1,) is needed where the initial precision is
+    fixed from it.
+    """
+    return MODELS[config.model](config, frequency)
+
+
+__all__ = [
+    "BERT4Rec",
+    "GATES",
+    "Gate",
+    "HSTU",
+    "InitialPrecision",
+    "MODELS",
+    "ModelConfig",
+    "Recommender",
+    "SASRec",
+    "build",
+]

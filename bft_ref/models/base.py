@@ -1,0 +1,202 @@
+"""What the three recommenders share: configuration, embedding, scores."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bft_ref import checks
+from bft_ref.layer import BFTConfig
+from bft_ref.models.gates import GATES
+from bft_ref.models.precision import SOURCES, InitialPrecision
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model, chosen at construction.
+
+    ``bft`` is the switch: None is the plain model, a BFTConfig makes every
+    layer a Bayesian filter. ``gate``, ``gate_value`` and ``tau_bias`` are
+    rivals and controls of the plain model: see
+    :class:`bft_ref.models.gates.Gate`; ``tau_bias`` adds a learned log τ of
+    the key's item to the attention logits and changes nothing else (K = 1).
+    ``tau``, ``tau_power`` and ``tau_start`` say where a filter's (or that
+    bias') initial precision comes from: see
+    :class:`bft_ref.models.precision.InitialPrecision`.
+    ``length`` is the number of last items seen; ``residual`` is ``pre``
+    (pre-LN) or ``original`` (SASRec's own: Q normed, K and V not, and the
+    normed input carried on). Sizes: ``d`` the state, ``ffn`` its hidden layer.
+    """
+
+    n_items: int
+    model: str = "sasrec"
+    d: int = 64
+    layers: int = 2
+    heads: int = 2
+    ffn: int = 256
+    length: int = 20
+    dropout: float = 0.5
+    activation: str = "gelu"
+    residual: str = "pre"
+    gate: str = "none"
+    gate_value: float = 1.0
+    tau_bias: bool = False
+    tau: str = "item"
+    tau_power: float = -0.125
+    tau_start: float = 1.0
+    temperature: float = 0.05
+    bft: BFTConfig | None = None
+
+    def __post_init__(self):
+        checks.choice("model", self.model, ("sasrec", "bert4rec", "hstu"))
+        checks.choice("residual", self.residual, ("pre", "original"))
+        checks.choice("gate", self.gate, GATES)
+        checks.choice("tau", self.tau, SOURCES)
+        for name in ("n_items", "d", "layers", "heads", "ffn", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}: expected at least 1, got {getattr(self, name)}"
+                )
+        if self.d % self.heads:
+            raise ValueError(
+                f"heads: expected a divisor of d={self.d}, got {self.heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"dropout: expected [0, 1), got {self.dropout!r}"
+            )
+        plain_only = [
+            name
+            for name, given in [
+                ("gate", self.gate != "none"),
+                ("tau_bias", self.tau_bias),
+                ("residual", self.residual != "pre"),
+            ]
+            if given
+        ]
+        if plain_only and self.bft is not None:
+            raise ValueError(
+                f"bft: expected None with {', '.join(plain_only)}, which "
+                "belong to the plain model"
+            )
+        if self.model != "sasrec" and "residual" in plain_only:
+            raise ValueError("residual: 'original' is SASRec's")
+        if self.model == "hstu" and plain_only:
+            raise ValueError(
+                f"{plain_only[0]}: HSTU has no such control, its own U gates"
+            )
+
+
+class Recommender(nn.Module):
+    """Items in time order → a state after each, and scores for the next.
+
+    Sequences are padded on the right with 0, to the longest of the batch:
+    a causal model then needs no padding mask. Positions count back from the
+    end of the sequence, as with the customary left padding.
+
+    Shapes: ``items`` (B, T), T ≤ length (+ 1 for BERT4Rec's mask); ``times``
+    (B, T) in seconds or None → :meth:`forward` (B, T, d).
+    """
+
+    bidirectional = False
+    #: rows of the embedding table beyond padding and the items
+    special = 0
+
+    def __init__(self, config: ModelConfig, frequency=None):
+        super().__init__()
+        self.config = c = config
+        rows = c.n_items + 1 + self.special
+        self.items = nn.Embedding(rows, c.d, padding_idx=0)
+        self.positions = nn.Embedding(c.length + self.special, c.d)
+        nn.init.normal_(self.items.weight, std=c.d**-0.5)
+        nn.init.normal_(self.positions.weight, std=c.d**-0.5)
+        with torch.no_grad():
+            self.items.weight[0].zero_()
+        self.tau = None
+        if c.bft is not None or c.tau_bias:
+            self.tau = InitialPrecision(
+                c.tau,
+                rows,
+                c.d,
+                frequency=frequency,
+                power=c.tau_power,
+                start=c.tau_start,
+            )
+
+    def embed(self, items: Tensor) -> Tensor:
+        """(B, T) → (B, T, d): √d times (item + position), O(1) per feature.
+
+        Raises: ValueError for a sequence longer than ``length``.
+        """
+        longest = self.positions.num_embeddings
+        if items.dim() != 2 or items.shape[1] > longest:
+            raise ValueError(
+                f"items: expected shape (B, T <= {longest}), got "
+                f"{tuple(items.shape)}"
+            )
+        left = (items > 0).sum(1, keepdim=True)
+        place = torch.arange(items.shape[1], device=items.device)
+        place = (longest - left + place).clamp(max=longest - 1)
+        x = self.items(items) + self.positions(place)
+        x = x * self.config.d**0.5
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def forward(self, items: Tensor, times: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The query of a state, (..., d), to be compared with the items."""
+        return hidden
+
+    def keys(self) -> tuple[Tensor, Tensor | None]:
+        """Item vectors (rows, d), and a bias (rows,) or None."""
+        return self.items.weight, None
+
+    def question(self, items: Tensor, times: Tensor | None = None):
+        """What to feed to predict the item after each sequence."""
+        return items, times
+
+    @torch.no_grad()
+    def scores(self, items: Tensor, times: Tensor | None = None) -> Tensor:
+        """Scores of all items for the item after each sequence.
+
+        Shape: (B, n_items + 1), column 0 is −inf. Raises: ValueError for an
+        empty sequence.
+        """
+        items, times = self.question(items, times)
+        last = (items > 0).sum(1) - 1
+        if bool((last < 0).any()):
+            raise ValueError("items: expected at least one item a sequence")
+        hidden = self(items, times)
+        rows = torch.arange(len(items), device=items.device)
+        query = self.head(hidden[rows, last])
+        weight, bias = self.keys()
+        n = self.config.n_items + 1
+        scores = F.linear(query, weight[:n], None if bias is None else bias[:n])
+        scores[:, 0] = -torch.inf
+        return scores
+
+    def parameter_groups(self, lr: float, precision_lr: float) -> list[dict]:
+        """Adam's groups: the weights, and what log λ is made of."""
+        groups = {False: [], True: []}
+        for name, parameter in self.named_parameters():
+            own = name.startswith("tau.") or "log_process_noise" in name
+            groups[own].append(parameter)
+        found = [{"params": groups[False], "lr": lr}]
+        if groups[True]:
+            found.append({"params": groups[True], "lr": precision_lr})
+        return found
+
+
+def as_batch(
+    rows: list[np.ndarray], length: int, device=None
+) -> Tensor:
+    """Pad the last ``length`` ids of each row on the right: (B, T)."""
+    rows = [np.asarray(row)[-length:] for row in rows]
+    width = max((len(row) for row in rows), default=0)
+    batch = np.zeros((len(rows), width), dtype=np.int64)
+    for i, row in enumerate(rows):
+        batch[i, : len(row)] = row
+    return torch.as_tensor(batch, device=device)

@@ -1,0 +1,57 @@
+"""BERT4Rec: bidirectional attention, trained to fill in masked items."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bft_ref.models.base import ModelConfig, Recommender
+from bft_ref.models.sasrec import Encoder
+
+
+class BERT4Rec(Recommender):
+    """BERT4Rec (Sun et al. 2019): post-LN, GELU, cloze training, ± filter.
+
+    Id n_items + 1 is [MASK]. The next item is asked for by appending it to
+    the whole history. Output: dense, GELU, LayerNorm, then tied embeddings
+    with a bias per item.
+    """
+
+    bidirectional = True
+    special = 1
+
+    def __init__(self, config: ModelConfig, frequency=None):
+        super().__init__(config, frequency)
+        self.first = nn.LayerNorm(config.d)
+        self.encoder = Encoder(config, "post", causal=False)
+        self.dense = nn.Linear(config.d, config.d)
+        self.final = nn.LayerNorm(config.d)
+        self.bias = nn.Parameter(torch.zeros(config.n_items + 2))
+
+    @property
+    def mask_id(self) -> int:
+        """The id of [MASK]."""
+        return self.config.n_items + 1
+
+    def forward(self, items, times=None, trace: bool = False):
+        x = self.first(self.embed(items))
+        log_tau = None
+        if self.tau is not None:
+            log_tau = self.tau(items, self.items(items))
+        return self.encoder(
+            x,
+            log_tau,
+            padding=items == 0,
+            **({"trace": True} if trace and self.config.bft else {}),
+        )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.final(F.gelu(self.dense(hidden)))
+
+    def keys(self):
+        return self.items.weight, self.bias
+
+    def question(self, items, times=None):
+        """The last ``length`` items and a [MASK] after them."""
+        mask = F.pad(items, (0, 1))
+        end = (items > 0).sum(1, keepdim=True)
+        return mask.scatter(1, end, self.mask_id), times

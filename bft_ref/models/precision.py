@@ -1,0 +1,73 @@
+"""Where the precision at layer 0 comes from."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bft_ref import checks
+
+SOURCES = ("item", "mlp", "unit", "frequency", "shuffled")
+
+
+class InitialPrecision(nn.Module):
+    """log τ of each token, from its item.
+
+    source: ``item``, learned per item, starting at log ``start``; ``mlp``, a
+    small network on the embedding (so that items share what they learn);
+    ``unit``, ``start`` for all; ``frequency``, fixed at τ_i = start ·
+    (f_i + 1)^power over its geometric mean, f the training frequency;
+    ``shuffled``, those same values dealt to the items at random: a control
+    that keeps the distribution of τ and destroys its meaning.
+
+    Shapes: ids (B, T), embeddings (B, T, d) → log τ (B, T, 1), log 1/state².
+    Raises: ValueError for another source, or a missing frequency.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        rows: int,
+        d: int,
+        *,
+        frequency=None,
+        power: float = -0.125,
+        start: float = 1.0,
+    ):
+        super().__init__()
+        checks.choice("tau", source, SOURCES)
+        checks.number("tau_start", start, 0.0)
+        self.source = source
+        log_tau = torch.full((rows,), float(np.log(start)))
+        if source in ("frequency", "shuffled"):
+            if frequency is None:
+                raise ValueError(
+                    f"frequency: expected counts (n_items + 1,) for "
+                    f"tau={source!r}, got none"
+                )
+            count = np.log1p(np.asarray(frequency, dtype=np.float64)[1:])
+            relative = power * (count - count.mean())
+            if source == "shuffled":
+                relative = np.random.default_rng(0).permutation(relative)
+            log_tau[1 : 1 + len(relative)] += torch.as_tensor(
+                relative, dtype=log_tau.dtype
+            )
+        if source == "item":
+            self.log_tau = nn.Parameter(log_tau)
+        elif source == "mlp":
+            self.first, self.last = nn.Linear(d, 16), nn.Linear(16, 1)
+            nn.init.zeros_(self.last.weight)
+            nn.init.constant_(self.last.bias, float(np.log(start)))
+        else:
+            self.register_buffer("log_tau", log_tau)
+
+    def forward(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        if self.source == "mlp":
+            return self.last(F.silu(self.first(embedding)))
+        return self.log_tau[ids].unsqueeze(-1)
+
+    @torch.no_grad()
+    def of_items(self, embedding: Tensor) -> Tensor:
+        """log τ of every row of the embedding table, (rows,)."""
+        ids = torch.arange(len(embedding), device=embedding.device)
+        return self(ids, embedding).squeeze(-1)

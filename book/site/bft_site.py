@@ -1,0 +1,277 @@
+"""The book's Sphinx extension: local maths, numbered equations, badges.
+
+- MathJax is copied from a pinned package, so that no page asks anything
+  outside the site.
+- A display formula that ends in ``\\tag{3.4}`` gets the anchor ``eq-3-4``,
+  and a plain "(3.4)" in any page's text becomes a link to it.
+- A badge image from another site becomes its text: the link stays, the
+  request does not.
+- ``api-modules`` writes the API reference: every public module of a package,
+  read without being imported.
+"""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mathjax
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+logger = logging.getLogger(__name__)
+
+TAG = re.compile(r"\\tag\*?\{(\d+)\.(\d+)\}")
+# A bar outside ``code``: |x| is an absolute value, not a substitution.
+BAR = re.compile(r"((?:``.*?``|[^|`])*)\|")
+# "name: text" or "``name``  text"
+FIELD = re.compile(r"(\w+): +(.+)|``(\w+)``  +(.+)")
+REFERENCE = re.compile(r"\((\d+)\.(\d+)\)")
+
+# What a page may load: the renderer, the TeX extensions it loads on demand,
+# and the reading aids of its menu. SVG output needs no web font, which some
+# browsers refuse to a page opened from a folder.
+MATHJAX_PARTS = [
+    "tex-svg.js",
+    "input/tex/extensions",
+    "a11y",
+    "sre/mathmaps/base.json",
+    "sre/mathmaps/en.json",
+]
+
+
+def anchor(chapter: str, number: str) -> str:
+    """The id of equation (chapter.number) on its page."""
+    return f"eq-{chapter}-{number}"
+
+
+def copy_mathjax(target: Path) -> None:
+    """Copy the parts of MathJax that a page may load to ``target``."""
+    source = Path(mathjax.__file__).parent / "static" / "mathjax" / "es5"
+    for part in MATHJAX_PARTS:
+        origin, copy = source / part, target / part
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if origin.is_dir():
+            shutil.copytree(origin, copy, dirs_exist_ok=True)
+        else:
+            shutil.copy2(origin, copy)
+
+
+def copy_static(app: Sphinx) -> None:
+    """Lay out the folder that html_static_path names."""
+    target = Path(app.srcdir) / "_build" / "static"
+    shutil.rmtree(target, ignore_errors=True)
+    copy_mathjax(target / "mathjax")
+    here = Path(__file__).parent
+    for style in here.glob("*.css"):
+        shutil.copy2(style, target)
+
+
+class AnchorEquations(SphinxTransform):
+    """Give every tagged display formula its anchor, and remember where."""
+
+    default_priority = 880
+
+    def apply(self, **kwargs: Any) -> None:
+        known = equations(self.env)
+        for node in self.document.findall(nodes.math_block):
+            found = TAG.search(node.astext())
+            if not found:
+                continue
+            label = found.groups()
+            if label in known:
+                logger.warning(
+                    "equation (%s) is also in %s",
+                    ".".join(label),
+                    known[label],
+                    location=node,
+                )
+            known[label] = self.env.docname
+            node["ids"].append(anchor(*label))
+
+
+class LinkEquations(SphinxPostTransform):
+    """Turn a plain "(3.4)" into a link where that equation exists."""
+
+    default_priority = 700
+    kept = (
+        nodes.reference,
+        nodes.literal,
+        nodes.literal_block,
+        nodes.math,
+        nodes.math_block,
+        nodes.title,
+        nodes.raw,
+    )
+
+    def run(self, **kwargs: Any) -> None:
+        known = equations(self.env)
+        here = self.env.docname
+        for text in list(self.document.findall(nodes.Text)):
+            if inside(text, self.kept):
+                continue
+            pieces = list(self.pieces(str(text), known, here))
+            if len(pieces) > 1:
+                text.parent.replace(text, pieces)
+
+    def pieces(
+        self, text: str, known: dict[tuple[str, ...], str], here: str
+    ) -> Any:
+        start = 0
+        for found in REFERENCE.finditer(text):
+            page = known.get(found.groups())
+            if page is None:
+                continue
+            if text[start : found.start()]:
+                yield nodes.Text(text[start : found.start()])
+            target = "" if page == here else self.uri(here, page)
+            yield nodes.reference(
+                found[0],
+                found[0],
+                internal=True,
+                refuri=f"{target}#{anchor(*found.groups())}",
+                classes=["equation"],
+            )
+            start = found.end()
+        if text[start:] or not start:
+            yield nodes.Text(text[start:])
+
+    def uri(self, here: str, page: str) -> str:
+        return self.app.builder.get_relative_uri(here, page)
+
+
+class NameBadges(SphinxTransform):
+    """Replace an image from another site by its alternative text."""
+
+    default_priority = 880
+
+    def apply(self, **kwargs: Any) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            if re.match(r"(https?:)?//", image["uri"]):
+                image.parent.replace(image, nodes.Text(image.get("alt", "")))
+
+
+class ApiModules(SphinxDirective):
+    """A section for every public module of a package, some of them first."""
+
+    required_arguments = 1
+    option_spec = {"first": directives.unchanged}  # noqa: RUF012
+
+    def run(self) -> list[nodes.Node]:
+        package = self.arguments[0]
+        first = self.options.get("first", "").split()
+        root = Path(self.env.srcdir) / package
+        lines = []
+        for name in sorted(modules(root), key=lambda name: place(name, first)):
+            title = f"{package}.{name}"
+            lines += [title, "-" * len(title), ""]
+            lines += [f".. autoapimodule:: {title}", ""]
+            for kind, defined in definitions(source(root, name)):
+                lines += [f".. autoapi{kind}:: {title}.{defined}"]
+                lines += ["   :members:"] if kind == "class" else []
+                lines += [""]
+        return self.parse_text_to_nodes(
+            "\n".join(lines), allow_section_headings=True
+        )
+
+
+def modules(package: Path) -> list[str]:
+    """The dotted names of a package's public modules that define something."""
+    names = {
+        ".".join(path.relative_to(package).with_suffix("").parts)
+        for path in package.rglob("*.py")
+    }
+    names = {name.removesuffix(".__init__") for name in names} - {"__init__"}
+    return [
+        name
+        for name in names
+        if not re.search(r"(^|\.)_", name) and definitions(source(package, name))
+    ]
+
+
+def source(package: Path, name: str) -> Path:
+    """The file of the module with this dotted name."""
+    path = package.joinpath(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def definitions(path: Path) -> list[tuple[str, str]]:
+    """The public functions and classes that a module defines, in order."""
+    kinds = {ast.FunctionDef: "function", ast.ClassDef: "class"}
+    return [
+        (kinds[type(node)], node.name)
+        for node in ast.parse(path.read_text("utf8")).body
+        if type(node) in kinds and not node.name.startswith("_")
+    ]
+
+
+def place(name: str, first: list[str]) -> tuple[int, str]:
+    """A sort key: the modules named first in their order, then the rest."""
+    return (first.index(name) if name in first else len(first), name)
+
+
+def as_fields(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    lines: list[str],
+) -> None:
+    """Show a docstring's "Shapes: ..." and "``name``  ..." lines as fields."""
+    lines[:] = [BAR.sub(r"\1\\|", line) for line in lines]
+    field = False
+    for i, line in enumerate(lines):
+        found = FIELD.match(line)
+        starts = found and (field or i == 0 or not lines[i - 1].strip())
+        if found and starts:
+            term, text = (group for group in found.groups() if group)
+            lines[i] = f":{term}: {text}"
+            field = True
+        elif not line.strip():
+            field = False
+        elif field:
+            lines[i] = "   " + line.strip()
+
+
+def inside(node: nodes.Node, kinds: tuple[type[nodes.Node], ...]) -> bool:
+    """Whether ``node`` has an ancestor of one of these kinds."""
+    parent = node.parent
+    while parent is not None:
+        if isinstance(parent, kinds):
+            return True
+        parent = parent.parent
+    return False
+
+
+def equations(env: BuildEnvironment) -> dict[tuple[str, ...], str]:
+    """Where each tagged equation stands: (chapter, number) -> page."""
+    if not hasattr(env, "bft_equations"):
+        env.bft_equations = {}  # type: ignore[attr-defined]
+    return env.bft_equations  # type: ignore[attr-defined]
+
+
+def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
+    """Drop the equations of a page that is read again."""
+    known = equations(env)
+    for label in [key for key, where in known.items() if where == page]:
+        del known[label]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    copy_static(app)
+    app.connect("env-purge-doc", forget)
+    app.connect("autodoc-process-docstring", as_fields)
+    app.add_directive("api-modules", ApiModules)
+    app.add_transform(AnchorEquations)
+    app.add_transform(NameBadges)
+    app.add_post_transform(LinkEquations)
+    return {"version": "1", "parallel_read_safe": False}

@@ -1,0 +1,58 @@
+"""Build the book: always from nothing, and a warning is an error.
+
+An incremental build says nothing about pages it does not read again, so a
+second run would hide the warning that failed the first.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "from jupyter_book.cli.main import main; main()"
+
+
+def build(source: Path, builder: str = "html") -> int:
+    """Build ``source`` strictly; the exit status of Jupyter Book."""
+    out = source / "_build"
+    for made in ["html", ".doctrees", ".jupyter_cache", "static", builder]:
+        shutil.rmtree(out / made, ignore_errors=True)
+    status = subprocess.run(
+        [sys.executable, "-c", COMMAND, "build", str(source), "--all"]
+        + ["-W", "--keep-going", "--quiet", "--builder", builder],
+    ).returncode
+    static = out / "html" / "_static"
+    # a third of the site, of use only to who works on the theme
+    for unused in [*static.rglob("*.map"), static / "webpack-macros.html"]:
+        unused.unlink(missing_ok=True)
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", nargs="?", type=Path, default=ROOT)
+    parser.add_argument("--builder", default="html")
+    parser.add_argument(
+        "--archive", action="store_true", help="only zip what is built"
+    )
+    args = parser.parse_args()
+    source = args.source.resolve()
+    if args.archive:
+        print(shutil.make_archive(
+            str(source / "_build" / "bft-book"), "zip",
+            source / "_build", "html",
+        ))
+        return 0
+    status = build(source, args.builder)
+    if status == 0 and args.builder == "html":
+        print(f"Open {source / '_build' / 'html' / 'index.html'}")
+    elif status:
+        print("The book was not built: see the warnings above.",
+              file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What the tests of the built book share."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """The built site: ``make test`` builds it before the tests run."""
+    built = ROOT / "_build" / "html"
+    if not (built / "index.html").exists():
+        pytest.fail("the book is not built yet: run make book first")
+    return built
+
+
+@pytest.fixture
+def small_book(tmp_path: Path) -> Path:
+    """A two-page book with the real settings, quick to build."""
+    for name in ["_config.yml", "pyproject.toml"]:
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(
+        ROOT / "book" / "site",
+        tmp_path / "book" / "site",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    (tmp_path / "bft_ref").mkdir()
+    (tmp_path / "bft_ref" / "__init__.py").write_text('"""Nothing."""\n')
+    (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "book" / "intro.md").write_text("# A book\n\nText.\n")
+    (tmp_path / "book" / "page.md").write_text("# A page\n\nText.\n")
+    (tmp_path / "_toc.yml").write_text(
+        "format: jb-book\nroot: book/intro\nchapters:\n- file: book/page\n"
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def build():
+    """Build the book in a folder; the finished process."""
+
+    def run(source: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, source / "book" / "site" / "build.py"],
+            cwd=source,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

@@ -1,0 +1,252 @@
+"""The strict build: complete, clean, and without help from outside."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from tests.book import links
+
+NUMBERED = r"$$\na = b \tag{9.1}\n$$\n".replace(r"\n", "\n")
+
+
+def chapters_listed(root: Path) -> set[str]:
+    """What the table of contents lists under notebooks/."""
+    text = (root / "_toc.yml").read_text("utf8")
+    return set(re.findall(r"file: (notebooks/\S+)", text))
+
+
+def chapters_written(root: Path) -> set[str]:
+    """Every notebook in notebooks/, in the form that the contents use."""
+    return {
+        f"notebooks/{path.stem}" for path in root.glob("notebooks/*.ipynb")
+    }
+
+
+def test_contents_list_every_notebook_and_no_other(root: Path):
+    assert chapters_listed(root) == chapters_written(root)
+
+
+def test_contents_name_no_part_without_chapters(root: Path):
+    parts = yaml.safe_load((root / "_toc.yml").read_text("utf8"))["parts"]
+    assert all(part["chapters"] for part in parts)
+
+
+def test_an_unlisted_or_missing_notebook_is_noticed(tmp_path: Path):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "02-there.ipynb").write_text("{}")
+    (tmp_path / "_toc.yml").write_text("- file: notebooks/03-not-there\n")
+    assert chapters_listed(tmp_path) == {"notebooks/03-not-there"}
+    assert chapters_written(tmp_path) == {"notebooks/02-there"}
+
+
+def test_a_warning_fails_the_build_the_second_time_too(small_book, build):
+    page = small_book / "book" / "page.md"
+    page.write_text("# A page\n\n[Nowhere](missing.md)\n")
+    first, second = build(small_book), build(small_book)
+    assert first.returncode != 0
+    assert second.returncode != 0
+    assert "missing.md" in second.stdout + second.stderr
+    page.write_text("# A page\n\nText.\n")
+    mended = build(small_book)
+    assert mended.returncode == 0, mended.stderr
+    assert "index.html" in mended.stdout
+
+
+def test_what_the_contents_do_not_list_is_not_published(small_book, build):
+    master = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_markdown_cell("# Master\n\nSOLUTION 4711")]
+    )
+    for folder in ["labs", ".masters", "book/.masters"]:
+        (small_book / folder).mkdir()
+        nbformat.write(master, small_book / folder / "lab1.ipynb")
+    assert build(small_book).returncode == 0
+    for path in (small_book / "_build" / "html").rglob("*"):
+        assert "lab1" not in path.name
+        if path.suffix in {".html", ".txt", ".md", ".ipynb", ".js"}:
+            assert "4711" not in path.read_text("utf8", "replace"), path
+
+
+def test_published_sources_are_those_of_the_contents(site: Path, root: Path):
+    listed = set(
+        re.findall(
+            r"(?:file|root): (\S+)", (root / "_toc.yml").read_text("utf8")
+        )
+    )
+    sources = site / "_sources"
+    published = {
+        str(path.relative_to(sources).with_suffix(""))
+        for path in sources.rglob("*.*")
+    }
+    assert published == listed
+
+
+def test_equations_have_anchors_and_are_linked(small_book, build):
+    (small_book / "book" / "intro.md").write_text(
+        f"# A book\n\n{NUMBERED}\nBy (9.1), not (9.2) nor `(9.1)`.\n"
+    )
+    (small_book / "book" / "page.md").write_text(
+        "# A page (9.1)\n\nSee (9.1) again, in $(9.1)$.\n"
+    )
+    assert build(small_book).returncode == 0
+    html = small_book / "_build" / "html" / "book"
+    intro, page = (links.read(html / f"{n}.html") for n in ["intro", "page"])
+    assert "a = b" in intro.find(id="eq-9-1").get_text()
+    to = "a.equation"
+    assert [a["href"] for a in intro.select(to)] == ["#eq-9-1"]
+    assert [a["href"] for a in page.select(to)] == ["intro.html#eq-9-1"]
+    assert not links.broken(small_book / "_build" / "html")
+
+
+def test_one_number_for_two_equations_is_a_warning(small_book, build):
+    for name in ["intro", "page"]:
+        (small_book / "book" / f"{name}.md").write_text(
+            f"# {name}\n\n{NUMBERED}"
+        )
+    failed = build(small_book)
+    assert failed.returncode != 0
+    assert "equation (9.1) is also in book/" in failed.stderr
+
+
+def test_a_badge_is_a_link_without_its_image(small_book, build):
+    badge = "[![Open](https://example.org/a.svg)](https://example.org/b)"
+    (small_book / "book" / "page.md").write_text(f"# A page\n\n{badge}\n")
+    assert build(small_book).returncode == 0
+    site = small_book / "_build" / "html"
+    page = links.read(site / "book" / "page.html")
+    (link,) = page.select('a[href="https://example.org/b"]')
+    assert link.get_text() == "Open"
+    assert links.loaded_from_outside(site) == []
+
+
+def test_no_page_asks_another_site_for_anything(site: Path):
+    assert links.loaded_from_outside(site) == []
+
+
+def test_what_a_page_loads_from_outside_is_noticed(tmp_path: Path):
+    (tmp_path / "a.html").write_text(
+        '<script src="//cdn.example.org/x.js"></script><img src="y.png">'
+        '<link rel="canonical" href="https://here.example.org/">'
+    )
+    assert links.loaded_from_outside(tmp_path) == [
+        "a.html: //cdn.example.org/x.js"
+    ]
+
+
+def test_maths_is_served_from_the_site_itself(site: Path):
+    with_maths = [
+        page
+        for page in map(links.read, site.rglob("book/*.html"))
+        if page.select(".math")
+    ]
+    assert with_maths
+    for page in with_maths:
+        (source,) = page.select('script[src*="mathjax"]')
+        assert "_static/mathjax/tex-svg.js" in source["src"]
+        inline = "\n".join(tag.get_text() for tag in page.find_all("script"))
+        # doubled backslashes would leave inline maths as plain text
+        assert r'["\\(", "\\)"]' in inline
+    assert (site / "_static" / "mathjax" / "tex-svg.js").exists()
+
+
+def test_internal_links_and_anchors_resolve(site: Path):
+    assert links.broken(site) == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_noticed(tmp_path: Path):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="#here">1</a><a href="#gone">2</a>'
+        '<a href="b.html#there">3</a><a href="b.html#gone">4</a>'
+        '<a href="c.html">5</a><img src="d.png">'
+        '<a href="https://example.org/#x">6</a>'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="there">B</h1>')
+    assert links.broken(tmp_path) == [
+        "a.html: d.png",
+        "a.html: #gone",
+        "a.html: b.html#gone",
+        "a.html: c.html",
+    ]
+
+
+def venv(tmp_path: Path, root: Path, path: Path, *wanted: str):
+    """Ask for an environment where only the programs in ``path`` exist."""
+    return subprocess.run(
+        ["/bin/sh", root / "book/site/venv.sh", tmp_path / "env", *wanted],
+        env={"PATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def fake_python(folder: Path, version: str) -> None:
+    """A Python that gives its version and answers that it is too old."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "python3"
+    program.write_text(
+        "#!/bin/sh\ncase $2 in *exit*) exit 1;; esac\n" f"echo {version}\n"
+    )
+    program.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="make is not used on Windows")
+def test_no_python_is_said_plainly(tmp_path: Path, root: Path):
+    (tmp_path / "bin").mkdir()
+    said = venv(tmp_path, root, tmp_path / "bin")
+    assert said.returncode == 1
+    assert "Python was not found. The book needs Python 3.11" in said.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="make is not used on Windows")
+def test_a_python_too_old_is_said_plainly(tmp_path: Path, root: Path):
+    fake_python(tmp_path / "bin", "3.9")
+    said = venv(tmp_path, root, tmp_path / "bin")
+    assert said.returncode == 1
+    assert "Python is too old: python3 is 3.9;" in said.stderr
+    assert "make PYTHON=" in said.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
+def test_make_stops_where_python_is_too_old(tmp_path: Path, root: Path):
+    fake_python(tmp_path / "bin", "3.10")
+    done = subprocess.run(
+        ["make", "book", f"VENV={tmp_path / 'env'}", "PYTHON=python3"],
+        cwd=root,
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "Python is too old: python3 is 3.10;" in done.stderr
+
+
+def pins(path: Path) -> dict[str, str]:
+    """The pinned packages of a requirements file, by normalised name."""
+    found = {}
+    for line in path.read_text("utf8").splitlines():
+        if line and not line.startswith(("#", "-r")):
+            name, version = line.split("==")
+            found[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return found
+
+
+def test_requirements_pin_everything_once(root: Path):
+    build = pins(root / "requirements-build.txt")
+    rest = pins(root / "requirements.txt")
+    assert "torch" in rest
+    assert not set(build) & set(rest)
+    assert all(re.fullmatch(r"[\w.]+", v) for v in [*build.values()])
+
+
+def test_requirements_are_what_is_installed(root: Path):
+    from importlib.metadata import version
+
+    wanted = pins(root / "requirements-build.txt")
+    wanted |= pins(root / "requirements.txt")
+    here = {name: version(name).split("+")[0] for name in wanted}
+    assert here == wanted
