@@ -1,16 +1,15 @@
 """The numbers of :mod:`bft_ref.kriging` without a T×T matrix.
 
-Three interchangeable ways behind one function, all tested equal to the
-reference:
+Interchangeable ways behind one function, all tested equal to the reference:
 
-``materialised``  the reference itself; best for short sequences, and the
-    only one with dropout on the weights, per-query masks or weights returned.
-``flash``         PyTorch's fused CPU kernel. Every sum over keys that kriging
-    needs is a value column: v, v² and c. The precision enters as one more
-    feature of queries and keys, q' = [q, 1], k' = [k, √d_h log λ̄]. n_eff
-    comes from two log-sum-exps, n = exp(2 LSE(s) − LSE(2s)), with exact
-    gradients.
-``flex``          FlexAttention on CUDA, the same columns and log-sum-exps.
+``materialised``  the reference itself, the only one with dropout on the
+    weights, per-query masks or weights returned.
+``blocked``       a block of rows at a time, recomputed in the backward pass:
+    exact, any device, memory linear in T. Every sum over keys that kriging
+    needs is a value column, v, v² and c, and the precision is one more
+    feature of queries and keys, q' = [q, 1], k' = [k, √d_h log λ̄].
+``flex``          FlexAttention on CUDA, with the same columns; n_eff from two
+    log-sum-exps, n = exp(2 LSE(s) − LSE(2s)).
 """
 
 from functools import cache
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from bft_ref import checks
 from bft_ref.belief import wide
+from bft_ref.fused import weighted_columns
 from bft_ref.kriging import Kriging, check_attention, kriging_attention
 
-IMPLEMENTATIONS = ("materialised", "flash", "flex")
+IMPLEMENTATIONS = ("materialised", "blocked", "flex")
 HIDDEN = -1e6  # log precision of a hidden key, relative to the best one
 
 
@@ -52,6 +52,18 @@ def attend(
     Equations (10.1)–(10.3).
     """
     check_attention(query, key, value, log_token_precision)
+    if neighbour_variance is not None:
+        checks.shape(
+            "neighbour_variance",
+            neighbour_variance,
+            [query.shape[0], key.shape[-2]],
+        )
+    if feature_weights is not None:
+        checks.shape(
+            "feature_weights",
+            feature_weights,
+            [query.shape[1], value.shape[-1]],
+        )
     checks.choice(
         "implementation", implementation, ("auto", *IMPLEMENTATIONS)
     )
@@ -72,11 +84,6 @@ def attend(
         raise ValueError(
             f"implementation: {implementation!r} never holds the weights, "
             f"which {', '.join(needs_weights)} needs; use 'materialised'"
-        )
-    if implementation == "flash" and query.device.type != "cpu":
-        raise ValueError(
-            "implementation: 'flash' is the CPU's kernel, got tensors on "
-            f"{query.device}; use 'flex'"
         )
     # One batch-wide centre would do; one per sequence is closer. It is
     # detached: D does not depend on it.
@@ -102,7 +109,7 @@ def attend(
                 **options,
             )
         return _by_columns(
-            _flash if implementation == "flash" else _flex,
+            KERNELS[implementation],
             query,
             key,
             value,
@@ -116,23 +123,24 @@ def attend(
 
 
 def _choose(query: Tensor, key: Tensor, needs_weights: bool) -> str:
-    pairs = query.shape[-2] * key.shape[-2]
-    if needs_weights or pairs <= 512 * 512:
+    if needs_weights:
         return "materialised"
-    if query.device.type == "cpu":
-        return "flash"
-    return "flex" if query.device.type == "cuda" else "materialised"
+    long = query.shape[-2] * key.shape[-2] > 1024 * 1024
+    return "flex" if query.device.type == "cuda" and long else "blocked"
 
 
 def _key_bias(mask: Tensor | None, key: Tensor) -> Tensor | None:
     """Float (B, S): what is added to the scores of each key."""
     if mask is None:
         return None
+    checks.mask("key_padding_mask", mask, [key.shape[0], key.shape[-2]])
     checks.shape("key_padding_mask", mask, [key.shape[0], key.shape[-2]])
     bias = torch.zeros(mask.shape, dtype=wide(key).dtype, device=key.device)
     if mask.dtype == torch.bool:
         return bias.masked_fill(mask, -torch.inf)
-    return bias + mask
+    hidden = mask <= torch.finfo(mask.dtype).min
+    # a finite bias stays far above that of a hidden key
+    return (bias + wide(mask).clamp(min=HIDDEN / 10)).masked_fill(hidden, -torch.inf)
 
 
 def _first_seen(value: Tensor, padding: Tensor | None) -> Tensor:
@@ -207,7 +215,7 @@ def _by_columns(
         c = wide(neighbour_variance)[:, None, :, None]
         columns.append(c.expand(-1, heads, -1, -1))
     widths = [x.shape[-1] for x in columns]
-    out, lse, lse2 = kernel(
+    out, squares = kernel(
         query, key, bias, torch.cat(columns, -1), is_causal, n_eff_gradient
     )
     mean, spread, *rest = out[..., : sum(widths)].split(widths, -1)
@@ -215,7 +223,7 @@ def _by_columns(
         spread = spread - mean.square()
     else:
         spread = spread - (mean.square() * w).sum(-1, True)
-    n_eff = (2 * lse - lse2).exp().clamp(1.0, key.shape[-2])
+    n_eff = (1 / squares).clamp(1.0, key.shape[-2])
     mean = mean + wide(center)
     neighbours = rest[0].squeeze(-1) if rest else torch.ones_like(n_eff)
     if hidden is not None:
@@ -234,64 +242,18 @@ def _sees_nothing(visible: Tensor, queries: int, is_causal: bool) -> Tensor:
     return ~visible.any(-1, keepdim=True).unsqueeze(1).expand(-1, 1, queries)
 
 
-def _flash(query, key, bias, columns, is_causal, n_eff_gradient):
-    """Columns and log-sum-exps by the fused CPU kernel."""
+def _blocked(query, key, bias, columns, is_causal, n_eff_gradient):
+    """Columns and Σα̃² by blocks of rows; q' = [q, 1], k' = [k, √d_h log λ̄]."""
     scale = query.shape[-1] ** -0.5
-    features = query.shape[-1]
     q = torch.cat([wide(query), torch.ones_like(wide(query[..., :1]))], -1)
     b = (bias / scale)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
     k = torch.cat([wide(key), b], -1)
-    # The kernel wants one width for all; the last column stays free for the
-    # gradient of the log-sum-exp.
-    width = -(-max(features + 1, columns.shape[-1] + 1) // 8) * 8
-    narrow = -(-(features + 1) // 8) * 8
-    out, lse = _FlashLSE.apply(
-        *(F.pad(x, (0, width - x.shape[-1])) for x in (q, k, columns)),
-        is_causal,
-        scale,
-    )
-    q, k = (F.pad(x, (0, narrow - features - 1)) for x in (q, k))
+    flat = (x.flatten(0, 1) for x in (q, k, columns))
+    out, squares, _ = weighted_columns(*flat, is_causal, scale)
     if not n_eff_gradient:
-        q, k = q.detach(), k.detach()
-    lse2 = _FlashLSE.apply(q, k, torch.zeros_like(k), is_causal, 2 * scale)[1]
-    if not n_eff_gradient:
-        lse = lse.detach()
-    return out, lse, lse2
-
-
-class _FlashLSE(torch.autograd.Function):
-    """Fused attention that returns its log-sum-exp, differentiable in both.
-
-    The kernel's backward knows the gradient of the output only. It computes
-    dS = P∘(dP − δ), δ = Σ_k dO_k O_k; the log-sum-exp's own gradient g adds
-    P∘g. A spare value column, zero in v, with dO = 1 and O = −g turns δ into
-    δ − g and touches nothing else.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale):
-        out, lse = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, is_causal, scale=scale
-            )
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out, out = grad_out.clone(), out.clone()
-        grad_out[..., -1] = 1.0
-        out[..., -1] = -grad_lse
-        backward = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        )
-        dq, dk, dv = backward(
-            grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, scale=ctx.scale
-        )
-        return dq, dk, dv, None, None
+        squares = squares.detach()
+    batch = query.shape[:2]
+    return out.unflatten(0, batch), squares.unflatten(0, batch)
 
 
 def _flex(query, key, bias, columns, is_causal, n_eff_gradient):
@@ -330,7 +292,7 @@ def _flex(query, key, bias, columns, is_causal, n_eff_gradient):
         block_mask=block_mask,
         return_lse=True,
     )
-    return wide(out), lse, lse2
+    return wide(out), (lse2 - 2 * lse).exp()
 
 
 @cache
@@ -349,3 +311,6 @@ def _causal_blocks(queries: int, keys: int, device: torch.device):
     return create_block_mask(
         lambda b, h, q, k: q >= k, None, None, queries, keys, device=device
     )
+
+
+KERNELS = {"blocked": _blocked, "flex": _flex}

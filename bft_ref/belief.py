@@ -1,5 +1,6 @@
 """What a token believes: a Gaussian, its precision kept as a logarithm."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -55,9 +56,8 @@ class Belief(NamedTuple):
             )
         checks.finite("mean", mean)
         (name, value), *_ = given.items()
-        x = wide(torch.as_tensor(value, device=mean.device, dtype=None))
-        if not isinstance(value, Tensor):
-            x = x.to(wide(mean).dtype)
+        dtype = None if isinstance(value, Tensor) else wide(mean).dtype
+        x = wide(torch.as_tensor(value, device=mean.device, dtype=dtype))
         checks.broadcastable(name, x, "mean", mean)
         if name == "log_precision":
             return cls(mean, checks.finite(name, x))
@@ -80,9 +80,7 @@ class Belief(NamedTuple):
         features = self.log_precision.shape[-1]
         if features == 1:
             return self.log_precision.squeeze(-1)
-        return self.log_precision.logsumexp(-1) - torch.log(
-            torch.tensor(float(features))
-        ).to(self.log_precision)
+        return self.log_precision.logsumexp(-1) - math.log(features)
 
 
 def fuse(a: Belief, b: Belief) -> Belief:
@@ -103,6 +101,7 @@ def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
 
     1/λ'' = 1/λ + Q: variances add, so λ'' stays below both λ and 1/Q.
 
-    Shapes: broadcast. Units: log 1/state², log state². Equation (2.6).
+    Shapes: broadcast. Units: log 1/state², log state².
+    Equations (2.6) and, with J = 0, (8.1).
     """
     return -torch.logaddexp(-log_precision, log_process_noise)

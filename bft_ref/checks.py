@@ -5,6 +5,7 @@ a compiled or exported graph must not wait for a number.
 """
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -93,6 +94,37 @@ def shape(name: str, x: Tensor, expected: Iterable[int | str | None]) -> Tensor:
     return x
 
 
+def mask(name: str, x: Tensor, onto: Iterable[int]) -> Tensor:
+    """Raise unless ``x`` is a boolean or float mask that broadcasts onto a shape.
+
+    TypeError for another dtype: 0 and 1 of an integer mask would be added to
+    the scores. ValueError for the shape, and for NaN or +inf.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype != torch.bool and not x.is_floating_point():
+        raise TypeError(
+            f"{name}: expected a boolean or floating mask, got {x.dtype}; "
+            f"convert it with {name}.bool()"
+        )
+    want = tuple(onto)
+    try:
+        fits = torch.broadcast_shapes(x.shape, want) == want
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: expected shape {want} or one that broadcasts to it, "
+            f"got {tuple(x.shape)}"
+        )
+    if x.dtype != torch.bool and values_can_be_read():
+        if not _every(x < torch.inf):
+            raise ValueError(
+                f"{name}: expected numbers or -inf, got NaN or +inf"
+            )
+    return x
+
+
 def broadcastable(name: str, x: Tensor, other: str, y: Tensor) -> None:
     """Raise ValueError unless the two shapes broadcast."""
     try:
@@ -115,9 +147,14 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
 
 
 def number(name: str, value: float, low: float, high: float = torch.inf):
-    """Raise ValueError unless low < value <= high."""
-    if not low < value <= high:
+    """Raise unless ``value`` is finite and low < value <= high."""
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"{name}: expected a number, got {type(value).__name__}"
+        )
+    if not low < value <= high or value == torch.inf:
+        end = f"{high:g}]" if high < torch.inf else "inf)"
         raise ValueError(
-            f"{name}: expected a number in ({low:g}, {high:g}], got {value!r}"
+            f"{name}: expected a number in ({low:g}, {end}, got {value!r}"
         )
     return value

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bft_ref import checks
 from bft_ref.belief import wide
+from bft_ref.fused import GELU, LayerNorm
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -39,9 +40,7 @@ def value_and_slope(
         s = torch.sigmoid(a)
         return a * s, s * (1 + a * (1 - s))
     if activation is F.gelu:
-        cdf = torch.special.ndtr(a)
-        pdf = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
-        return a * cdf, cdf + a * pdf
+        return GELU.apply(a, None)
     if activation in (torch.tanh, F.tanh):
         t = torch.tanh(a)
         return t, 1 - t * t
@@ -76,33 +75,37 @@ def normalise(
     beta: Tensor | None,
     eps: float = 1e-5,
     centred: bool = True,
+    fused: bool = True,
 ) -> Normalised:
-    """LayerNorm (``centred``) or RMSNorm of x (..., d), with its scale."""
-    d = (x.shape[-1],)
+    """LayerNorm (``centred``) or RMSNorm of x (..., d), with its scale.
+
+    ``fused=False`` keeps from PyTorch's kernel, whose forward-mode
+    derivative has a wrong gradient (torch 2.13).
+    """
     w = wide(x)
+    if centred and fused:
+        z, scale, *_ = LayerNorm.apply(w, eps)
+        return Normalised(z, scale, gamma, beta, centred)
     if centred:
-        variance = w.var(-1, correction=0, keepdim=True)
-        z = F.layer_norm(w, d, eps=eps)
-    else:
-        variance = w.square().mean(-1, keepdim=True)
-        z = F.rms_norm(w, d, eps=eps)
-    return Normalised(z, (variance + eps).sqrt(), gamma, beta, centred)
+        w = w - w.mean(-1, keepdim=True)
+    scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
+    z = F.rms_norm(w, w.shape[-1:], eps=eps) if fused else w / scale
+    return Normalised(z, scale, gamma, beta, centred)
 
 
 class FeedForward(NamedTuple):
     """An evaluated feed-forward network: output and linearisation.
 
-    ``output`` (..., d); ``slope`` p and ``preactivation`` a (..., f), or
-    (..., 2f) for a gated network; ``w_in`` W₁ (f or 2f, d), ``b_in``, and
-    ``w_out`` W₂ (d, f or 2f).
+    ``output`` (..., d); ``slope`` p (..., f), or (..., 2f) for a gated
+    network; ``w_in`` W₁ (f or 2f, d), ``w_out`` W₂ (d, f or 2f); ``radial``
+    p∘W₁(γ∘z), shaped as p, where the norm in front was given.
     """
 
     output: Tensor
     slope: Tensor
-    preactivation: Tensor
     w_in: Tensor
-    b_in: Tensor | None
     w_out: Tensor
+    radial: Tensor | None = None
 
 
 def feed_forward(
@@ -114,27 +117,39 @@ def feed_forward(
     activation: Activation,
     gated: bool = False,
     dropout_p: float = 0.0,
+    norm: Normalised | None = None,
 ) -> FeedForward:
     """W₂φ(W₁x + b₁) + b₂, or W₂(φ(g)∘u) + b₂ with (g, u) = W₁x + b₁.
 
-    Dropout acts on the output only: the linearisation is of the mean.
+    Dropout acts on the output only: the linearisation is of the mean. With
+    the ``norm`` that made x the radial part of its Jacobian comes too:
+    W₁(γ∘z) is a without its constant part, W₁β + b₁.
 
     Shapes: ``x`` (..., d); ``w_in`` (f, d), (2f, d) if ``gated``; ``w_out``
     (d, f). Equation (7.3).
     """
     a = F.linear(x, w_in, b_in)
-    if gated:
-        g, u = a.chunk(2, -1)
-        phi, slope = value_and_slope(activation, g)
-        hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
-        tiled = torch.cat([w_out, w_out], 1)
+    shift = None
+    if norm is not None:
+        zero = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
+        shift = zero if norm.beta is None else w_in @ norm.beta + zero
+    radial, tiled = None, w_out
+    if activation is F.gelu and not gated:
+        hidden, slope, *rest = GELU.apply(a, shift)
+        radial = rest[0] if rest else None
     else:
-        hidden, slope = value_and_slope(activation, a)
-        tiled = w_out
+        if gated:
+            g, u = a.chunk(2, -1)
+            phi, slope = value_and_slope(activation, g)
+            hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
+            tiled = torch.cat([w_out, w_out], 1)
+        else:
+            hidden, slope = value_and_slope(activation, a)
+        if shift is not None:
+            radial = slope * (a - shift)
     hidden = torch.dropout(hidden, dropout_p, dropout_p > 0)
-    return FeedForward(
-        F.linear(hidden, w_out, b_out), slope, a, w_in, b_in, tiled
-    )
+    output = F.linear(hidden, w_out, b_out)
+    return FeedForward(output, slope, w_in, tiled, radial)
 
 
 def _through_norm(
@@ -154,16 +169,6 @@ def _through_norm(
     return m
 
 
-def _radial(ffn: FeedForward, norm: Normalised) -> Tensor:
-    """p∘W₁(γ∘z), (..., f): W₁(γ∘z) is a without its constant part."""
-    constant = ffn.b_in
-    if norm.beta is not None:
-        shift = ffn.w_in @ norm.beta
-        constant = shift if constant is None else constant + shift
-    a = ffn.preactivation
-    return ffn.slope * (a if constant is None else a - constant)
-
-
 def jacobian_diag(
     ffn: FeedForward, norm: Normalised | None = None, exact: bool = True
 ) -> Tensor:
@@ -173,7 +178,7 @@ def jacobian_diag(
     z_i mean_k A_ikγ_kz_k)/ς; RMSNorm: the same without the middle term. The
     first two terms are one product with a fixed matrix, the third one JVP.
     ``exact=False`` keeps the first term alone: cheap, and wrong for outlier
-    features (z_i² ~ d).
+    features (z_i² ~ d). With a norm, ``ffn`` must have been given it too.
 
     Units: none. Equations (7.4)–(7.6); the diagonal is the paper's, the
     closed forms are ours.
@@ -183,7 +188,7 @@ def jacobian_diag(
     if norm is None:
         return first
     if exact:
-        radial = wide(F.linear(_radial(ffn, norm), ffn.w_out))
+        radial = wide(F.linear(ffn.radial, ffn.w_out))
         first = first - norm.z * radial / radial.shape[-1]
     return first / norm.scale
 
@@ -202,7 +207,7 @@ def jacobian_trace(
         return trace / d
     if exact:
         back = F.linear(norm.z.to(ffn.w_out.dtype), ffn.w_out.mT)
-        radial = (wide(back) * wide(_radial(ffn, norm))).sum(-1, True)
+        radial = (wide(back) * wide(ffn.radial)).sum(-1, True)
         trace = trace - radial / d
     return trace / norm.scale / d
 
@@ -223,22 +228,26 @@ def jacobian_product(
 
 
 def hutchinson_growth(
-    function: Activation, x: Tensor, probes: Tensor
+    function: Activation, x: Tensor, probes: Tensor, token: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """f(x), and an unbiased estimate of (1 + J)², J = diag ∂f/∂x.
+    """f(x), and an estimate of (1 + J)², J = diag ∂f/∂x.
 
     r∘Jr is unbiased for J when r has random signs. Two independent probes
     are multiplied: one, squared, would estimate Σ_k(δ_ik + J_ik)² instead.
-    The product may be negative and is then 0.
+    The product is unbiased; where it is negative, it is taken as 0, which
+    biases it upwards. ``token`` estimates (1 + tr J/d)² instead.
 
-    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → two of (..., d).
+    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → f(x) (..., d) and
+    the estimate (..., d), (..., 1) for a token.
     Equation (7.8); ours.
     """
     (r1, r2) = probes
     y, first = torch.func.jvp(function, (x,), (r1,))
     _, second = torch.func.jvp(function, (x,), (r2,))
-    growth = (1 + r1 * wide(first)) * (1 + r2 * wide(second))
-    return y, growth.clamp(min=0.0)
+    j1, j2 = r1 * wide(first), r2 * wide(second)
+    if token:
+        j1, j2 = j1.mean(-1, keepdim=True), j2.mean(-1, keepdim=True)
+    return y, ((1 + j1) * (1 + j2)).clamp(min=0.0)
 
 
 def row_variance(

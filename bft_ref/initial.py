@@ -1,9 +1,12 @@
 """Where precision comes from: τ, the precision before the first layer."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from bft_ref import checks
+from bft_ref.belief import wide
 
 
 class ItemPrecision(nn.Module):
@@ -21,19 +24,18 @@ class ItemPrecision(nn.Module):
         super().__init__()
         checks.number("initial", initial, 0.0)
         self.log_precision = nn.Embedding(num_items, features)
-        nn.init.constant_(
-            self.log_precision.weight, torch.tensor(initial).log().item()
-        )
+        nn.init.constant_(self.log_precision.weight, math.log(initial))
 
     def forward(self, items: Tensor) -> Tensor:
-        return self.log_precision(items)
+        return wide(self.log_precision(items))
 
 
 class MLPPrecision(nn.Module):
     """log τ from the embedding by a small MLP, d → hidden → features.
 
-    Shapes: ``forward(h)``, h (B, T, d) → (B, T, features). The last layer
-    starts at zero, so that every τ starts at ``initial``.
+    Shapes: ``forward(h)``, h (B, T, d) → (B, T, features), in float32 or
+    wider also under autocast. The last layer starts at zero, so that every τ
+    starts at ``initial``.
     Equation (12.2); the paper names the MLP, its shape is ours.
     """
 
@@ -51,7 +53,8 @@ class MLPPrecision(nn.Module):
         )
         last = self.layers[-1]
         nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, torch.tensor(initial).log().item())
+        nn.init.constant_(last.bias, math.log(initial))
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.layers(h)
+        with torch.autocast(h.device.type, enabled=False):
+            return wide(self.layers(h.to(self.layers[0].weight.dtype)))

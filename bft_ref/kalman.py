@@ -15,7 +15,7 @@ def gain(log_precision: Tensor, log_observation_precision: Tensor) -> Tensor:
     Shapes: broadcast. K has no unit; it lies in (0, 1) in exact arithmetic
     and in [0, 1] in floating point; λ_obs = 0 (log: -inf) gives K = 0.
 
-    Equation (2.5); the update of the paper.
+    Equations (2.5), (6.3); the update of the paper.
     """
     return torch.sigmoid(log_observation_precision - log_precision)
 
@@ -30,7 +30,7 @@ def update(
 
     Shapes: ``innovation`` as ``belief.mean``, (..., d), in state units;
     ``log_observation_precision`` (..., d) or (..., 1), -inf where there is
-    no information. Equations (2.3), (2.4) and (6.2).
+    no information. Equations (2.3), (2.4) and (6.4).
     """
     checks.broadcastable("innovation", innovation, "mean", belief.mean)
     k = gain(belief.log_precision, log_observation_precision)
@@ -50,7 +50,7 @@ def steady_state_precision(
     stable, with multiplier (λ*/(λ* + o))².
 
     Shapes: broadcast. Raises: ValueError unless o > 0 and Q > 0.
-    Equation (2.9).
+    Equations (2.8), (2.10), (8.8) and (8.11).
     """
     o = checks.positive("observation_precision", observation_precision)
     q = checks.positive("process_noise", process_noise)
@@ -87,8 +87,10 @@ def local_level_filter(
     ``prior`` has scalar mean and log precision; None is the exact diffuse
     prior, λ = 0, whose first term leaves the likelihood.
 
-    Raises: ValueError for an empty series, infinity, variances that are not
-    positive (``level_variance`` may be 0). Equations (2.3)–(2.6).
+    Raises: TypeError unless ``observations`` is a floating tensor; ValueError
+    for an empty series, infinity, variances that are no single numbers or
+    not positive (``level_variance`` may be 0). Equations (2.3) to (2.6) and
+    (2.11).
     """
     z = checks.floating("observations", observations)
     checks.shape("observations", z, ["T"])
@@ -98,6 +100,8 @@ def local_level_filter(
         raise ValueError("observations: expected numbers or NaN, got infinity")
     r = torch.as_tensor(observation_variance, dtype=z.dtype, device=z.device)
     q = torch.as_tensor(level_variance, dtype=z.dtype, device=z.device)
+    checks.shape("observation_variance", r, [])
+    checks.shape("level_variance", q, [])
     log_o = -checks.positive("observation_variance", r).log()
     log_q = checks.not_negative("level_variance", q).log()
     if prior is None:
@@ -114,8 +118,9 @@ def local_level_filter(
                 scaled = innovation**2 * (-log_f).exp()
                 term = -0.5 * (log_2pi + log_f + scaled)
         rows.append((*belief, *filtered, k, term))
-        belief = Belief(
-            filtered.mean, discount(filtered.log_precision, log_q)
-        )
-    m0, l0, m1, l1, k, terms = (torch.stack(x) for x in zip(*rows, strict=True))
-    return FilteredPath(Belief(m0, l0), Belief(m1, l1), k, terms)
+        belief = filtered
+        if filtered.log_precision > -torch.inf:  # else a NaN gradient
+            log_precision = discount(filtered.log_precision, log_q)
+            belief = Belief(filtered.mean, log_precision)
+    m0, l0, m1, l1, k, log_p = map(torch.stack, zip(*rows, strict=True))
+    return FilteredPath(Belief(m0, l0), Belief(m1, l1), k, log_p)

@@ -27,7 +27,13 @@ class KrigingPrediction(NamedTuple):
     multiplier: Tensor
 
 
-def _kriging_input(covariance, cross_covariance, values, point_variance):
+def _kriging_input(
+    covariance: Tensor,
+    cross_covariance: Tensor,
+    values: Tensor,
+    point_variance: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Cholesky factor of the checked covariance, and c₀ as a tensor."""
     values = checks.finite("values", values)
     checks.shape("values", values, ["n"])
     n = len(values)
@@ -37,7 +43,20 @@ def _kriging_input(covariance, cross_covariance, values, point_variance):
     checks.shape("covariance", covariance, [n, n])
     checks.finite("cross_covariance", cross_covariance)
     checks.shape("cross_covariance", cross_covariance, ["m", n])
-    c0 = torch.as_tensor(point_variance).to(values)
+    for name, x in [
+        ("covariance", covariance),
+        ("cross_covariance", cross_covariance),
+    ]:
+        if x.dtype != values.dtype:
+            raise TypeError(
+                f"{name}: expected {values.dtype} as the values, got {x.dtype}"
+            )
+    if not torch.allclose(covariance, covariance.mT):
+        raise ValueError("covariance: expected a symmetric matrix")
+    c0 = torch.as_tensor(
+        point_variance, dtype=values.dtype, device=values.device
+    )
+    checks.not_negative("point_variance", c0)
     factor, info = torch.linalg.cholesky_ex(covariance)
     if info.any():
         raise ValueError(
@@ -63,8 +82,9 @@ def simple_kriging(
     ``cross_covariance`` c (m, n) with the points asked for; ``values`` (n,);
     ``point_variance`` c₀ = Var of the value predicted, scalar or (m,).
     Units: values, and values² for covariances.
-    Raises: ValueError for wrong shapes, NaN, a covariance that is not
-    positive definite. Equations (3.1), (3.2).
+    Raises: TypeError for dtypes that differ; ValueError for wrong shapes,
+    NaN, a negative variance, a covariance that is not symmetric and positive
+    definite. Equations (3.2), (3.3).
     """
     factor, c0 = _kriging_input(
         covariance, cross_covariance, values, point_variance
@@ -90,7 +110,7 @@ def ordinary_kriging(
     is c₀ − wᵀc + ψ.
 
     Shapes, units, errors: as :func:`simple_kriging`, without the mean.
-    Equations (3.3)–(3.5).
+    Equations (3.6)–(3.8).
     """
     factor, c0 = _kriging_input(
         covariance, cross_covariance, values, point_variance
@@ -117,10 +137,13 @@ def kriging_weights(
 
     Shapes: ``scores`` (..., T, S), without unit; ``log_token_precision``
     (..., S), broadcast over queries; ``attn_mask`` broadcasts to (..., T, S):
-    boolean, True where a key may be seen, or a float added to the scores.
+    boolean, True where a key may be seen, or a float added to the scores,
+    −inf or the lowest of its dtype where a key may not be seen.
     With ``is_causal`` query t sees keys up to t + S − T.
     Returns: (..., T, S), float32 or wider; rows sum to 1 (or to 0).
-    Equation (3.9); the paper.
+    Raises: TypeError, ValueError for dtypes and shapes that do not fit, log
+    precisions that are not finite, NaN in the mask.
+    Equation (3.15); the paper.
     """
     scores = wide(checks.floating("scores", scores))
     checks.shape(
@@ -128,15 +151,16 @@ def kriging_weights(
         log_token_precision,
         [*[None] * (log_token_precision.dim() - 1), scores.shape[-1]],
     )
+    checks.finite("log_token_precision", log_token_precision)
     logits = scores + log_token_precision.unsqueeze(-2)
     seen = None
     if attn_mask is not None:
-        checks.broadcastable("attn_mask", attn_mask, "scores", scores)
+        checks.mask("attn_mask", attn_mask, scores.shape)
         if attn_mask.dtype == torch.bool:
             seen = attn_mask
         else:
             logits = logits + wide(attn_mask)
-            seen = attn_mask > -torch.inf
+            seen = attn_mask > torch.finfo(attn_mask.dtype).min
     if is_causal:
         queries, keys = scores.shape[-2:]
         causal = scores.new_ones(queries, keys, dtype=torch.bool).tril(
@@ -156,13 +180,13 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     """n = 1/Σ_j α̃_tj², Kish's effective sample size; 0 for an empty row.
 
     Shapes: ``weights`` (..., T, S), rows summing to 1 → (..., T), in [1, S].
-    Equation (4.6); the paper names n_eff, the formula is our choice.
+    Equation (4.2); the paper names n_eff, the formula is our choice.
     """
     squares = weights.square().sum(-1)
-    some = squares > 0
-    n = 1 / torch.where(some, squares, 1.0)
+    empty = squares == 0  # not "> 0": NaN must stay NaN
+    n = 1 / torch.where(empty, 1.0, squares)
     n = n.clamp(1.0, max(weights.shape[-1], 1))
-    return torch.where(some, n, 0.0)
+    return torch.where(empty, 0.0, n)
 
 
 def dispersion(
@@ -225,7 +249,7 @@ def kriging_attention(
     broadcasts with the values; ``attn_mask`` as in :func:`kriging_weights`,
     broadcasting to (B, H, T, S).
     Raises: TypeError and ValueError for dtypes and shapes that do not fit.
-    Equations (3.9), (4.1), (4.6).
+    Equations (3.15), (4.1), (4.2).
     """
     check_attention(query, key, value, log_token_precision)
     groups = query.shape[1] // key.shape[1]
@@ -251,7 +275,9 @@ def kriging_attention(
     return Kriging(mean, spread, n_eff, neighbours, weights)
 
 
-def check_attention(query, key, value, log_token_precision) -> None:
+def check_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_token_precision: Tensor
+) -> None:
     """Raise unless query, key, value and log λ̄ belong together."""
     for name, x in [("query", query), ("key", key), ("value", value)]:
         checks.floating(name, x)
@@ -271,3 +297,4 @@ def check_attention(query, key, value, log_token_precision) -> None:
         )
     checks.floating("log_token_precision", log_token_precision)
     checks.shape("log_token_precision", log_token_precision, [batch, keys])
+    checks.finite("log_token_precision", log_token_precision)

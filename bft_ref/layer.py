@@ -249,9 +249,19 @@ class BFTLayer(nn.Module):
         cache: KeyValueCache | None = None,
         keep_weights: bool = False,
     ) -> Observation:
-        """Attention as kriging: the innovation and its precision."""
+        """Attention as kriging: the innovation and its precision.
+
+        Through W_O with independence, Equation (6.12), if ``project``.
+        """
         c, attn = self.config, self.self_attn
         batch, tokens, _ = belief.mean.shape
+        # before the cache grows: a call that fails must not change it
+        keys = tokens + (0 if cache is None else cache.length)
+        attn_mask = self._score_mask(src_mask, batch, tokens, keys)
+        if src_key_padding_mask is not None:
+            padding = ("src_key_padding_mask", src_key_padding_mask)
+            checks.mask(*padding, (batch, keys))
+            checks.shape(*padding, (batch, keys))
         x = belief.mean
         spread = None
         if self.norm_first:
@@ -294,7 +304,7 @@ class BFTLayer(nn.Module):
             neighbour_variance=neighbours,
             feature_weights=feature_weights,
             key_padding_mask=src_key_padding_mask,
-            attn_mask=self._score_mask(src_mask, batch),
+            attn_mask=attn_mask,
             is_causal=is_causal,
             dropout_p=self.dropout_p if self.training else 0.0,
             implementation=c.implementation,
@@ -331,7 +341,10 @@ class BFTLayer(nn.Module):
     def update(
         self, belief: Belief, seen: Observation
     ) -> tuple[Belief, Tensor]:
-        """The residual connection as a Kalman update, and its gain."""
+        """The residual connection as a Kalman update, and its gain.
+
+        Equation (6.4); the paper. What attention adds is read as e.
+        """
         updated, k = update(belief, seen.innovation, seen.log_precision)
         if not self.norm_first:
             updated = self._through_norm(self.norm1, updated)
@@ -355,6 +368,7 @@ class BFTLayer(nn.Module):
 
     def _closed_form(self, belief, norm):
         x = belief.mean if norm is None else norm.output.to(belief.mean.dtype)
+        exact = self.config.jacobian == "exact"
         ffn = delta.feed_forward(
             x,
             self.linear1.weight,
@@ -364,17 +378,15 @@ class BFTLayer(nn.Module):
             self.activation,
             self.gated,
             self.dropout_p if self.training else 0.0,
+            norm if exact else None,
         )
-        exact = self.config.jacobian == "exact"
         if self.config.variance_rule == "row":
             variance = delta.row_variance(
                 belief.log_precision,
                 self._probe(belief.mean, 0),
                 lambda vector: delta.jacobian_product(ffn, vector, norm),
             )
-            growth = variance * belief.precision
-            tiny = torch.finfo(growth.dtype).tiny
-            return ffn.output, torch.log(growth + tiny)
+            return ffn.output, _log_growth(variance, belief)
         if self.config.granularity == "token":
             j = delta.jacobian_trace(ffn, norm, exact)
         else:
@@ -382,18 +394,21 @@ class BFTLayer(nn.Module):
         return ffn.output, delta.log_square(1 + j)
 
     def _estimated(self, belief):
-        def function(h):
+        def function(h, dropout_p=0.0):
             if self.norm_first:
-                h = self._norm(self.norm2, h).output.to(h.dtype)
+                h = self._norm(self.norm2, h, fused=False).output.to(h.dtype)
             if self.ffn is not None:
                 return self.ffn(h)
             h = self.linear1(h)
             if self.gated:
                 g, u = h.chunk(2, -1)
-                return self.linear2(self.activation(g) * u)
-            return self.linear2(self.activation(h))
+                h = self.activation(g) * u
+            else:
+                h = self.activation(h)
+            h = torch.dropout(h, dropout_p, dropout_p > 0)
+            return self.linear2(h)
 
-        mean = belief.mean
+        mean = belief.mean.contiguous()  # jvp refuses expanded memory
         probes = torch.stack([self._probe(mean, i) for i in range(3)])
         if self.config.variance_rule == "row":
             variance = delta.row_variance(
@@ -403,14 +418,21 @@ class BFTLayer(nn.Module):
                     torch.func.jvp(function, (mean,), (x.to(mean.dtype),))[1]
                 ),
             )
-            step, growth = function(mean), variance * belief.precision
+            step, log_growth = None, _log_growth(variance, belief)
         else:
             step, growth = delta.hutchinson_growth(
-                function, mean, probes[:2].to(mean.dtype)
+                function,
+                mean,
+                probes[:2].to(mean.dtype),
+                self.config.granularity == "token",
             )
-        if self.config.granularity == "token":
-            growth = growth.mean(-1, keepdim=True)
-        return step, torch.log(growth + torch.finfo(growth.dtype).tiny)
+            log_growth = torch.log(growth + torch.finfo(growth.dtype).tiny)
+        if self.ffn is None and self.training:
+            # the linearisation is of the mean, without dropout
+            step = function(mean, self.dropout_p)
+        elif step is None:
+            step = function(mean)
+        return step, log_growth
 
     def _probe(self, like: Tensor, index: int) -> Tensor:
         """Random signs: fresh in training, fixed in evaluation."""
@@ -430,22 +452,27 @@ class BFTLayer(nn.Module):
             g = (g * feature_weights).sum(-1, True)
         return g.unsqueeze(-2) * neighbours.unsqueeze(-1)
 
-    def _score_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
+    def _score_mask(
+        self, mask: Tensor | None, batch: int, queries: int, keys: int
+    ) -> Tensor | None:
         """``src_mask`` in the convention of scaled_dot_product_attention."""
         if mask is None:
             return None
+        rows = batch * self.nhead
+        checks.mask("src_mask", mask, (rows, queries, keys))
+        want = [[queries, keys], [rows, queries, keys]][mask.dim() == 3]
+        checks.shape("src_mask", mask, want)
         if mask.dim() == 3:
             mask = mask.unflatten(0, (batch, self.nhead))
-        elif mask.dim() != 2:
-            raise ValueError(
-                "src_mask: expected shape (T, S) or (B*H, T, S), got "
-                f"{tuple(mask.shape)}"
-            )
         return ~mask if mask.dtype == torch.bool else mask
 
-    def _norm(self, module: nn.Module, x: Tensor) -> delta.Normalised:
+    def _norm(
+        self, module: nn.Module, x: Tensor, fused: bool = True
+    ) -> delta.Normalised:
         beta = getattr(module, "bias", None)
-        return delta.normalise(x, module.weight, beta, self.eps, self.centred)
+        return delta.normalise(
+            x, module.weight, beta, self.eps, self.centred, fused
+        )
 
     def _through_norm(self, module: nn.Module, belief: Belief) -> Belief:
         norm = self._norm(module, belief.mean)
@@ -505,6 +532,12 @@ class _AttentionParameters(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
+
+
+def _log_growth(variance: Tensor, belief: Belief) -> Tensor:
+    """log of variance·λ: in logs, the product would overflow."""
+    tiny = torch.finfo(variance.dtype).tiny
+    return torch.log(variance + tiny) + belief.log_precision
 
 
 def _signs(shape: tuple[int, ...], seed: int, device=None) -> Tensor:

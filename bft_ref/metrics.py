@@ -68,6 +68,31 @@ class Ranking:
                 found[name] = float(values.mean()) if len(values) else np.nan
         return found
 
+    def top(self, k: int = 20) -> dict:
+        """Who had the target within the first k, and where, for JSON.
+
+        Ties against the model. Enough for every metric up to k:
+        :meth:`from_top` gives them back.
+        """
+        place = self.above + self.tied
+        user = np.flatnonzero(place < k)
+        return {
+            "k": k,
+            "users": len(place),
+            "user": user.tolist(),
+            "rank": (place[user] + 1).tolist(),
+        }
+
+    @classmethod
+    def from_top(cls, top: dict) -> "Ranking":
+        """A ranking that agrees with the original up to rank ``top["k"]``.
+
+        Its other targets are put just behind, and candidates are unknown (0).
+        """
+        above = np.full(top["users"], top["k"], dtype=np.int64)
+        above[top["user"]] = np.asarray(top["rank"], dtype=np.int64) - 1
+        return cls(above, np.zeros_like(above), np.zeros_like(above))
+
     def take(self, where: NDArray) -> "Ranking":
         """The ranking of some of the users."""
         return Ranking(
@@ -109,8 +134,9 @@ def rank(
             f"{bad} of {len(goal)} users"
         )
     mine = scores.gather(1, goal[:, None])
-    above = (items > mine).sum(1)
-    tied = (items == mine).sum(1) - 1
+    # Summed in int32: several times faster on CPU than the default int64.
+    above = (items > mine).sum(1, dtype=torch.int32).long()
+    tied = (items == mine).sum(1, dtype=torch.int32).long() - 1
     candidates = torch.full_like(above, items.shape[1])
     if history is not None and len(history.items):
         owner = np.repeat(np.arange(len(history)), history.lengths)
@@ -180,7 +206,10 @@ def report(
     ks: tuple[int, ...] = (5, 10, 20),
     ties: str = "against",
 ) -> dict:
-    """HR and NDCG overall and per stratum, ready for JSON."""
+    """HR and NDCG overall and per stratum, ready for JSON.
+
+    ``top`` keeps who was answered where, for paired comparisons later.
+    """
     found = {"users": len(split.target), **ranking.summary(ks, ties)}
     for kind, label, mask in strata(split):
         part = ranking.take(mask).summary((10,), ties)
@@ -188,7 +217,7 @@ def report(
             "users": int(mask.sum()),
             **{name: value for name, value in part.items() if mask.any()},
         }
-    return found
+    return found | {"top": ranking.top(max(ks))}
 
 
 @dataclass(frozen=True)

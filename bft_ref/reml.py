@@ -5,6 +5,8 @@ variance behind them gets a scaled inverse-χ² posterior; from it comes the
 variance of what attention hands on.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def posterior_scale(
     (n = 0) is treated likewise.
 
     Shapes: broadcast. Units: value². Raises: ValueError unless ν₀ > 0.
-    Equation (5.3); the prior is the paper's, ν₀ = 1 ours.
+    Equation (5.6); the prior is the paper's, ν₀ = 1 ours.
     """
     checks.number("prior_dof", prior_dof, 0.0)
     d, n, s0 = wide(dispersion), wide(n_eff).clamp(min=1.0), wide(prior_scale)
@@ -65,7 +67,7 @@ def observation_variance(
 
     Shapes: broadcast. Units: value², > 0.
     Raises: ValueError for another reading or ν₀ ≤ 0.
-    Equations (5.5)–(5.7); the paper leaves the reading open, so it is ours.
+    Equations (5.8)–(5.10); the paper leaves the reading open, so it is ours.
     """
     checks.choice("reading", reading, READINGS)
     s2 = posterior_scale(dispersion, n_eff, prior_scale, prior_dof)
@@ -88,9 +90,10 @@ def precision_weights(
     ``visible`` broadcasts to (..., T, S), True where a key may be seen.
     Equation (11.4); our choice.
     """
+    checks.finite("log_token_precision", log_token_precision)
     log = wide(log_token_precision).unsqueeze(-2)
     if visible is None:
-        log_mean = log.logsumexp(-1, True) - _log(log.shape[-1], log)
+        log_mean = log.logsumexp(-1, True) - math.log(log.shape[-1])
         return weights * (log - log_mean).exp()
     lowest = torch.finfo(log.dtype).min
     count = visible.sum(-1, keepdim=True).clamp(min=1).to(log.dtype)
@@ -98,10 +101,6 @@ def precision_weights(
     log_mean = seen.logsumexp(-1, True) - count.log()
     ratio = torch.where(visible, log - log_mean, 0.0).exp()
     return torch.where(visible, weights * ratio, 0.0)
-
-
-def _log(x: float, like: Tensor) -> Tensor:
-    return torch.log(like.new_tensor(float(x)))
 
 
 def unnormalised_variance(
@@ -121,14 +120,18 @@ def unnormalised_variance(
     Shapes: ``weights`` (..., T, S), finite; ``values`` (..., S, d);
     ``prior_scale`` broadcasts to (..., T, d) → variance (..., T, d) in
     value², and informative (..., T, 1), boolean.
-    Raises: ValueError for another estimator.
+    Raises: ValueError for another estimator, no value at all, NaN or
+    infinity.
     Equations (11.5), (11.6); the paper names the sandwich, formulas are ours.
     """
     checks.choice("estimator", estimator, ESTIMATORS)
-    a, v = wide(weights), wide(values)
+    a, v = wide(weights), wide(checks.finite("values", values))
+    if v.shape[-2] == 0:
+        raise ValueError("values: expected at least one, got none")
     # Everything but Σa² is free of the scale of a: divide by the largest, so
     # that a⁴ neither under- nor overflows.
     peak = a.detach().abs().amax(-1, keepdim=True)
+    checks.finite("weights", peak)
     informative = peak > 0
     a = a / torch.where(informative, peak, 1.0)
     p = a.square() if estimator == "sandwich" else a.abs()

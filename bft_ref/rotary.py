@@ -11,9 +11,14 @@ def rotate(x: Tensor, base: float = 10000.0, start: int = 0) -> Tensor:
     so dispersion and precision, are not rotated.
 
     Shapes: ``x`` (B, H, T, d_h), d_h even; ``start`` is the first position.
+    Raises: ValueError for an odd d_h.
     Source: RoFormer, Su et al. 2021, doi:10.48550/arXiv.2104.09864.
     """
     tokens, features = x.shape[-2:]
+    if features % 2:
+        raise ValueError(
+            f"x: expected an even number of features, got {features}"
+        )
     kind = torch.promote_types(x.dtype, torch.float32)
     at = {"dtype": kind, "device": x.device}
     rate = base ** (-torch.arange(0, features, 2, **at) / features)

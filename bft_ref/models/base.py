@@ -64,9 +64,7 @@ class ModelConfig:
                 f"heads: expected a divisor of d={self.d}, got {self.heads}"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"dropout: expected [0, 1), got {self.dropout!r}"
-            )
+            raise ValueError(f"dropout: expected [0, 1), got {self.dropout!r}")
         plain_only = [
             name
             for name, given in [
@@ -174,7 +172,8 @@ class Recommender(nn.Module):
         query = self.head(hidden[rows, last])
         weight, bias = self.keys()
         n = self.config.n_items + 1
-        scores = F.linear(query, weight[:n], None if bias is None else bias[:n])
+        bias = None if bias is None else bias[:n]
+        scores = F.linear(query, weight[:n], bias)
         scores[:, 0] = -torch.inf
         return scores
 
@@ -190,9 +189,7 @@ class Recommender(nn.Module):
         return found
 
 
-def as_batch(
-    rows: list[np.ndarray], length: int, device=None
-) -> Tensor:
+def as_batch(rows: list[np.ndarray], length: int, device=None) -> Tensor:
     """Pad the last ``length`` ids of each row on the right: (B, T)."""
     rows = [np.asarray(row)[-length:] for row in rows]
     width = max((len(row) for row in rows), default=0)

@@ -37,12 +37,11 @@ class BERT4Rec(Recommender):
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        return self.encoder(
-            x,
-            log_tau,
-            padding=items == 0,
-            **({"trace": True} if trace and self.config.bft else {}),
-        )
+        padding = items == 0
+        if trace and self.config.bft is not None:
+            belief, traces = self.encoder(x, log_tau, padding, trace=True)
+            return belief.mean, traces
+        return self.encoder(x, log_tau, padding)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.final(F.gelu(self.dense(hidden)))

@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bft_ref import checks
+from bft_ref.initial import ItemPrecision, MLPPrecision
 
 SOURCES = ("item", "mlp", "unit", "frequency", "shuffled")
 
@@ -53,17 +53,17 @@ class InitialPrecision(nn.Module):
                 relative, dtype=log_tau.dtype
             )
         if source == "item":
-            self.log_tau = nn.Parameter(log_tau)
+            self.learned = ItemPrecision(rows, initial=start)
         elif source == "mlp":
-            self.first, self.last = nn.Linear(d, 16), nn.Linear(16, 1)
-            nn.init.zeros_(self.last.weight)
-            nn.init.constant_(self.last.bias, float(np.log(start)))
+            self.learned = MLPPrecision(d, initial=start)
         else:
             self.register_buffer("log_tau", log_tau)
 
     def forward(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        if self.source == "item":
+            return self.learned(ids)
         if self.source == "mlp":
-            return self.last(F.silu(self.first(embedding)))
+            return self.learned(embedding)
         return self.log_tau[ids].unsqueeze(-1)
 
     @torch.no_grad()

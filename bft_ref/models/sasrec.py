@@ -70,9 +70,7 @@ class Block(nn.Module):
 
     def _feed_forward(self, x, h):
         p = self.config.dropout
-        hidden = F.dropout(
-            self.activation(self.linear1(x)), p, self.training
-        )
+        hidden = F.dropout(self.activation(self.linear1(x)), p, self.training)
         branch = F.dropout(self.linear2(hidden), p, self.training)
         return self.gate.on_ffn(branch, h)
 
@@ -120,7 +118,8 @@ class Encoder(nn.Module):
         return h
 
     def _filter(self, h, log_tau, padding, trace):
-        features = h.shape[-1] if self.config.bft.granularity == "feature" else 1
+        by_feature = self.config.bft.granularity == "feature"
+        features = h.shape[-1] if by_feature else 1
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
         traces = []
         for layer in self.layers:
@@ -167,8 +166,7 @@ class SASRec(Recommender):
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        h = self.encoder(x, log_tau, trace=trace and self.config.bft is not None)
         if trace and self.config.bft is not None:
-            belief, traces = h
+            belief, traces = self.encoder(x, log_tau, trace=True)
             return self.final(belief.mean), traces
-        return self.final(h)
+        return self.final(self.encoder(x, log_tau))

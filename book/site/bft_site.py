@@ -4,6 +4,7 @@
   outside the site.
 - A display formula that ends in ``\\tag{3.4}`` gets the anchor ``eq-3-4``,
   and a plain "(3.4)" in any page's text becomes a link to it.
+- A plain "chapter 3" in a page's text becomes a link once it is written.
 - A badge image from another site becomes its text: the link stays, the
   request does not.
 - ``api-modules`` writes the API reference: every public module of a package,
@@ -13,6 +14,7 @@
 import ast
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ TAG = re.compile(r"\\tag\*?\{(\d+)\.(\d+)\}")
 BAR = re.compile(r"((?:``.*?``|[^|`])*)\|")
 # "name: text" or "``name``  text"
 FIELD = re.compile(r"(\w+): +(.+)|``(\w+)``  +(.+)")
-REFERENCE = re.compile(r"\((\d+)\.(\d+)\)")
+REFERENCE = re.compile(
+    r"\((?P<chapter>\d+)\.(?P<number>\d+)\)|\b[Cc]hapter (?P<alone>\d+)\b"
+)
 
 # What a page may load: the renderer, the TeX extensions it loads on demand,
 # and the reading aids of its menu. SVG output needs no web font, which some
@@ -97,8 +101,8 @@ class AnchorEquations(SphinxTransform):
             node["ids"].append(anchor(*label))
 
 
-class LinkEquations(SphinxPostTransform):
-    """Turn a plain "(3.4)" into a link where that equation exists."""
+class LinkNumbers(SphinxPostTransform):
+    """Link a plain "(3.4)" or "chapter 3" to what exists of that number."""
 
     default_priority = 700
     kept = (
@@ -112,39 +116,47 @@ class LinkEquations(SphinxPostTransform):
     )
 
     def run(self, **kwargs: Any) -> None:
-        known = equations(self.env)
-        here = self.env.docname
         for text in list(self.document.findall(nodes.Text)):
-            if inside(text, self.kept):
-                continue
-            pieces = list(self.pieces(str(text), known, here))
-            if len(pieces) > 1:
-                text.parent.replace(text, pieces)
+            if not inside(text, self.kept):
+                text.parent.replace(text, list(self.pieces(str(text))))
 
-    def pieces(
-        self, text: str, known: dict[tuple[str, ...], str], here: str
-    ) -> Any:
+    def pieces(self, text: str) -> Iterator[nodes.Node]:
         start = 0
         for found in REFERENCE.finditer(text):
-            page = known.get(found.groups())
-            if page is None:
+            target = self.target(found)
+            if target is None:
                 continue
-            if text[start : found.start()]:
-                yield nodes.Text(text[start : found.start()])
-            target = "" if page == here else self.uri(here, page)
+            yield nodes.Text(text[start : found.start()])
             yield nodes.reference(
                 found[0],
                 found[0],
                 internal=True,
-                refuri=f"{target}#{anchor(*found.groups())}",
-                classes=["equation"],
+                refuri=target,
+                classes=["number"],
             )
             start = found.end()
-        if text[start:] or not start:
-            yield nodes.Text(text[start:])
+        yield nodes.Text(text[start:])
 
-    def uri(self, here: str, page: str) -> str:
-        return self.app.builder.get_relative_uri(here, page)
+    def target(self, found: re.Match[str]) -> str | None:
+        here = self.env.docname
+        if found["alone"]:
+            page = chapter(self.env, found["alone"])
+            fragment = ""
+        else:
+            label = found["chapter"], found["number"]
+            page = equations(self.env).get(label)
+            fragment = "#" + anchor(*label)
+        if page is None or (page == here and not fragment):
+            return None
+        if page == here:
+            return fragment
+        return self.app.builder.get_relative_uri(here, page) + fragment
+
+
+def chapter(env: BuildEnvironment, number: str) -> str | None:
+    """The page of the chapter of this number, if it is in the book."""
+    start = f"notebooks/{int(number):02d}-"
+    return next((p for p in env.found_docs if p.startswith(start)), None)
 
 
 class NameBadges(SphinxTransform):
@@ -173,6 +185,7 @@ class ApiModules(SphinxDirective):
             title = f"{package}.{name}"
             lines += [title, "-" * len(title), ""]
             lines += [f".. autoapimodule:: {title}", ""]
+            self.forget_inherited(title, source(root, name))
             for kind, defined in definitions(source(root, name)):
                 lines += [f".. autoapi{kind}:: {title}.{defined}"]
                 lines += ["   :members:"] if kind == "class" else []
@@ -180,6 +193,22 @@ class ApiModules(SphinxDirective):
         return self.parse_text_to_nodes(
             "\n".join(lines), allow_section_headings=True
         )
+
+    def forget_inherited(self, module: str, path: Path) -> None:
+        """Drop what methods say in another library's words.
+
+        It is written for that library's pages, and is found only where that
+        library is installed.
+        """
+        known = self.env.autoapi_all_objects  # type: ignore[attr-defined]
+        for owner in ast.parse(path.read_text("utf8")).body:
+            for node in getattr(owner, "body", []):
+                if isinstance(node, ast.FunctionDef) and not (
+                    ast.get_docstring(node)
+                ):
+                    name = f"{module}.{owner.name}.{node.name}"
+                    if name in known:
+                        known[name].docstring = ""
 
 
 def modules(package: Path) -> list[str]:
@@ -192,7 +221,8 @@ def modules(package: Path) -> list[str]:
     return [
         name
         for name in names
-        if not re.search(r"(^|\.)_", name) and definitions(source(package, name))
+        if not re.search(r"(^|\.)_", name)
+        and definitions(source(package, name))
     ]
 
 
@@ -233,12 +263,13 @@ def as_fields(
         starts = found and (field or i == 0 or not lines[i - 1].strip())
         if found and starts:
             term, text = (group for group in found.groups() if group)
-            lines[i] = f":{term}: {text}"
+            code = term[0].islower()
+            lines[i] = f"- ``{term}``: {text}" if code else f":{term}: {text}"
             field = True
         elif not line.strip():
             field = False
         elif field:
-            lines[i] = "   " + line.strip()
+            lines[i] = "  " + line.strip()
 
 
 def inside(node: nodes.Node, kinds: tuple[type[nodes.Node], ...]) -> bool:
@@ -273,5 +304,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("api-modules", ApiModules)
     app.add_transform(AnchorEquations)
     app.add_transform(NameBadges)
-    app.add_post_transform(LinkEquations)
+    app.add_post_transform(LinkNumbers)
     return {"version": "1", "parallel_read_safe": False}

@@ -19,13 +19,13 @@ def build(source: Path, builder: str = "html") -> int:
     out = source / "_build"
     for made in ["html", ".doctrees", ".jupyter_cache", "static", builder]:
         shutil.rmtree(out / made, ignore_errors=True)
+    options = ["--all", "-W", "--keep-going", "--quiet", "--builder", builder]
     status = subprocess.run(
-        [sys.executable, "-c", COMMAND, "build", str(source), "--all"]
-        + ["-W", "--keep-going", "--quiet", "--builder", builder],
+        [sys.executable, "-c", COMMAND, "build", str(source), *options]
     ).returncode
     static = out / "html" / "_static"
     # a third of the site, of use only to who works on the theme
-    for unused in [*static.rglob("*.map"), static / "webpack-macros.html"]:
+    for unused in [*static.rglob("*.map"), *static.glob("*macros.html")]:
         unused.unlink(missing_ok=True)
     return status
 
@@ -40,17 +40,22 @@ def main() -> int:
     args = parser.parse_args()
     source = args.source.resolve()
     if args.archive:
-        print(shutil.make_archive(
-            str(source / "_build" / "bft-book"), "zip",
-            source / "_build", "html",
-        ))
+        print(
+            shutil.make_archive(
+                str(source / "_build" / "bft-book"),
+                "zip",
+                source / "_build",
+                "html",
+            )
+        )
         return 0
     status = build(source, args.builder)
     if status == 0 and args.builder == "html":
         print(f"Open {source / '_build' / 'html' / 'index.html'}")
     elif status:
-        print("The book was not built: see the warnings above.",
-              file=sys.stderr)
+        print(
+            "The book was not built: see the warnings above.", file=sys.stderr
+        )
     return status
 
 

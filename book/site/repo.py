@@ -29,7 +29,8 @@ INSTALL = """\
 import importlib.util
 
 if importlib.util.find_spec("bft_ref") is None:
-    %pip install -q "bft_ref[notebooks] @ git+https://github.com/{slug}@{ref}"
+    book = "git+https://github.com/{slug}@{ref}"
+    %pip install -q "bft_ref[oracles] @ $book"
 
 import torch
 
@@ -88,6 +89,11 @@ def notebooks(root: Path) -> list[Path]:
     return sorted((root / "notebooks").glob("[0-9]*.ipynb"))
 
 
+def texts(root: Path) -> list[Path]:
+    """The text files that may hold the address."""
+    return sorted(path for name in TEXTS + BEARERS for path in root.glob(name))
+
+
 def moved(text: str, old: Address, new: Address) -> str:
     """``text`` with the one address exchanged for the other."""
     for before, after in [
@@ -129,12 +135,11 @@ def carry(root: Path, new: Address) -> dict[Path, str]:
     """Every file that differs from what ``new`` asks for, as due."""
     old = Address.read(root)
     due = {}
-    for pattern in TEXTS + BEARERS:
-        for path in root.glob(pattern):
-            text = moved(path.read_text("utf8"), old, new)
-            if path.name in {"pyproject.toml", "_config.yml"}:
-                text = with_settings(text, new)
-            due[path] = text
+    for path in texts(root):
+        text = moved(path.read_text("utf8"), old, new)
+        if path.name in {"pyproject.toml", "_config.yml"}:
+            text = with_settings(text, new)
+        due[path] = text
     due |= {path: with_address(path, new) for path in notebooks(root)}
     return {
         path: text
@@ -152,15 +157,13 @@ def stale(root: Path) -> list[str]:
     ]
     name = re.escape(here.slug.split("/")[1])
     other = re.compile(rf"github\.com/([\w.-]+/{name})(?![\w-])")
-    for pattern in TEXTS + BEARERS:
-        for path in root.glob(pattern):
-            text = path.read_text("utf8")
-            slugs = set(other.findall(text))
-            if slugs - {here.slug} or (not slugs and pattern in BEARERS):
-                found.append(
-                    f"{path.relative_to(root)}: expected the repository "
-                    f"{here.slug}, found {', '.join(sorted(slugs)) or 'none'}"
-                )
+    for path in texts(root):
+        slugs = set(other.findall(path.read_text("utf8")))
+        if slugs - {here.slug} or (not slugs and path.name in BEARERS):
+            found.append(
+                f"{path.relative_to(root)}: expected the repository "
+                f"{here.slug}, found {', '.join(sorted(slugs)) or 'none'}"
+            )
     return found
 
 

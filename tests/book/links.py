@@ -39,7 +39,8 @@ def broken(site: Path) -> list[str]:
                     target /= "index.html"
                 anchor = unquote(link.fragment)
                 if not target.exists() or (
-                    anchor and target in targets
+                    anchor
+                    and target in targets
                     and anchor not in targets[target]
                 ):
                     where = path.relative_to(site.resolve())

@@ -97,7 +97,7 @@ def test_equations_have_anchors_and_are_linked(small_book, build):
     html = small_book / "_build" / "html" / "book"
     intro, page = (links.read(html / f"{n}.html") for n in ["intro", "page"])
     assert "a = b" in intro.find(id="eq-9-1").get_text()
-    to = "a.equation"
+    to = "a.number"
     assert [a["href"] for a in intro.select(to)] == ["#eq-9-1"]
     assert [a["href"] for a in page.select(to)] == ["intro.html#eq-9-1"]
     assert not links.broken(small_book / "_build" / "html")
@@ -189,7 +189,7 @@ def fake_python(folder: Path, version: str) -> None:
     folder.mkdir(exist_ok=True)
     program = folder / "python3"
     program.write_text(
-        "#!/bin/sh\ncase $2 in *exit*) exit 1;; esac\n" f"echo {version}\n"
+        f"#!/bin/sh\ncase $2 in *exit*) exit 1;; esac\necho {version}\n"
     )
     program.chmod(0o755)
 

@@ -1,0 +1,25 @@
+"""Train and evaluate a recommender: ``python -m bft_ref.train --help``."""
+
+from bft_ref.train.batches import Batch, training_batches
+from bft_ref.train.losses import LOSSES, next_item_loss
+from bft_ref.train.trainer import (
+    Fitted,
+    TrainConfig,
+    anatomy,
+    evaluate,
+    fit,
+    scorer,
+)
+
+__all__ = [
+    "Batch",
+    "Fitted",
+    "LOSSES",
+    "TrainConfig",
+    "anatomy",
+    "evaluate",
+    "fit",
+    "next_item_loss",
+    "scorer",
+    "training_batches",
+]

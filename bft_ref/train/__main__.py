@@ -1,0 +1,467 @@
+"""Command line: ``python -m bft_ref.train --help``."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import asdict, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+
+from bft_ref import metrics
+from bft_ref.data import DATASETS, READERS, DataUnavailableError, load
+from bft_ref.layer import BFTConfig
+from bft_ref.models import GATES, ModelConfig
+from bft_ref.models.precision import SOURCES
+from bft_ref.train.losses import LOSSES
+from bft_ref.train.provenance import code_version, device_name, peak_memory
+from bft_ref.train.trainer import TrainConfig, fit
+
+
+def _enum(name: str, values) -> type[StrEnum]:
+    return StrEnum(name, {v.replace("-", "_"): v for v in values})
+
+
+Model = _enum(
+    "Model", ("sasrec", "bert4rec", "hstu", "popularity", "item-knn")
+)
+Loss = _enum("Loss", LOSSES)
+GateKind = _enum("GateKind", GATES)
+Tau = _enum("Tau", SOURCES)
+Format = _enum("Format", READERS)
+Residual = _enum("Residual", ("pre", "original"))
+
+DATA, MODEL, FILTER, RIVALS, TRAINING, OUTPUT = (
+    "Data",
+    "Model",
+    "Bayesian filter",
+    "Rivals and controls of the gain",
+    "Training",
+    "Output",
+)
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode="rich", no_args_is_help=True
+)
+
+
+def filter_config(text: str | None) -> BFTConfig | None:
+    """``off`` → None, ``on`` → defaults, ``name=value,…`` → those changed.
+
+    Raises: typer.BadParameter for an unknown name or a bad value.
+    """
+    if text is None or text == "off":
+        return None
+    given = {}
+    known = {field.name: field.type for field in fields(BFTConfig)}
+    for part in [] if text == "on" else text.split(","):
+        name, _, value = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in known or not value:
+            raise typer.BadParameter(
+                f"expected on, off or name=value with a name out of "
+                f"{', '.join(known)}; got {part!r}",
+                param_hint="--bft",
+            )
+        kind = known[name]
+        kind = kind if isinstance(kind, str) else kind.__name__
+        if kind == "bool":
+            if value.lower() not in ("true", "false"):
+                raise typer.BadParameter(
+                    f"{name}: expected true or false, got {value!r}",
+                    param_hint="--bft",
+                )
+            given[name] = value.lower() == "true"
+        else:
+            given[name] = float(value) if kind == "float" else value
+    try:
+        return BFTConfig(**given)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--bft") from None
+
+
+@app.command()
+def main(
+    data: Annotated[
+        str,
+        typer.Option(
+            help=f"A public set ({', '.join(DATASETS)}) or a file.",
+            rich_help_panel=DATA,
+        ),
+    ],
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BFT_DATA",
+            help="Folder searched before anything is downloaded.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    format: Annotated[
+        Format | None,
+        typer.Option(
+            help="Format of a file, if its name does not tell.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    model: Annotated[
+        Model,
+        typer.Option(
+            help="The backbone, or a baseline without training.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Model.sasrec,
+    d: Annotated[
+        int, typer.Option(help="Width of the state.", rich_help_panel=MODEL)
+    ] = 64,
+    layers: Annotated[
+        int, typer.Option(help="Layers.", rich_help_panel=MODEL)
+    ] = 2,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads.", rich_help_panel=MODEL)
+    ] = 2,
+    ffn: Annotated[
+        int,
+        typer.Option(
+            help="Width of the feed-forward network.", rich_help_panel=MODEL
+        ),
+    ] = 256,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Last items seen (default: the set's own, or 20).",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    dropout: Annotated[
+        float, typer.Option(help="Dropout rate.", rich_help_panel=MODEL)
+    ] = 0.5,
+    residual: Annotated[
+        Residual,
+        typer.Option(
+            help="SASRec's residual: pre-LN, or the original's.",
+            rich_help_panel=MODEL,
+        ),
+    ] = Residual.pre,
+    bft: Annotated[
+        str,
+        typer.Option(
+            metavar="on|off|NAME=VALUE,…",
+            help="Make every layer a Bayesian filter; with options of "
+            "BFTConfig, e.g. observation=value,project=false.",
+            rich_help_panel=FILTER,
+        ),
+    ] = "off",
+    tau: Annotated[
+        Tau,
+        typer.Option(
+            help="Initial precision: learned per item, by an MLP on the "
+            "embedding, one for all, or fixed (shuffled) from frequency.",
+            rich_help_panel=FILTER,
+        ),
+    ] = Tau.item,
+    tau_power: Annotated[
+        float,
+        typer.Option(
+            help="τ ∝ (frequency + 1)^power where it is fixed.",
+            rich_help_panel=FILTER,
+        ),
+    ] = -0.125,
+    tau_start: Annotated[
+        float,
+        typer.Option(help="τ before training.", rich_help_panel=FILTER),
+    ] = 1.0,
+    precision_lr: Annotated[
+        float,
+        typer.Option(
+            help="Learning rate of log τ and log Q.", rich_help_panel=FILTER
+        ),
+    ] = 1e-2,
+    gate: Annotated[
+        GateKind,
+        typer.Option(
+            help="Scale the attention branch: by a constant, a learned "
+            "scalar or vector, LiGR's or Qiu's gate.",
+            rich_help_panel=RIVALS,
+        ),
+    ] = GateKind.none,
+    gate_value: Annotated[
+        float,
+        typer.Option(
+            help="The constant, or a learned factor's start.",
+            rich_help_panel=RIVALS,
+        ),
+    ] = 1.0,
+    tau_bias: Annotated[
+        bool,
+        typer.Option(
+            "--tau-bias",
+            help="log τ on the attention logits alone, gain 1.",
+            rich_help_panel=RIVALS,
+        ),
+    ] = False,
+    loss: Annotated[
+        Loss, typer.Option(help="Loss.", rich_help_panel=TRAINING)
+    ] = Loss.sampled,
+    negatives: Annotated[
+        int,
+        typer.Option(
+            help="Negatives shared by a batch.", rich_help_panel=TRAINING
+        ),
+    ] = 512,
+    correct: Annotated[
+        bool,
+        typer.Option(
+            help="Weigh the negatives up to the whole catalogue.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = True,
+    epochs: Annotated[
+        int, typer.Option(help="At most.", rich_help_panel=TRAINING)
+    ] = 100,
+    patience: Annotated[
+        int,
+        typer.Option(
+            help="Evaluations without a better validation NDCG@10.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = 10,
+    evaluate_every: Annotated[
+        int,
+        typer.Option(
+            help="Epochs between evaluations.", rich_help_panel=TRAINING
+        ),
+    ] = 1,
+    batch: Annotated[
+        int,
+        typer.Option(help="Sequences a batch.", rich_help_panel=TRAINING),
+    ] = 128,
+    lr: Annotated[
+        float, typer.Option(help="Adam's rate.", rich_help_panel=TRAINING)
+    ] = 1e-3,
+    weight_decay: Annotated[
+        float, typer.Option(help="L2.", rich_help_panel=TRAINING)
+    ] = 0.0,
+    every_window: Annotated[
+        bool,
+        typer.Option(
+            "--every-window",
+            help="Train on the whole of long sequences.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = False,
+    mask_rate: Annotated[
+        float,
+        typer.Option(help="BERT4Rec's masks.", rich_help_panel=TRAINING),
+    ] = 0.3,
+    seed: Annotated[
+        int, typer.Option(help="Of everything.", rich_help_panel=TRAINING)
+    ] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, cuda, cuda:1 … (default: cuda if there is one).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    threads: Annotated[
+        int,
+        typer.Option(
+            help="CPU threads, 0 for PyTorch's choice.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the result as JSON; a file that is there already "
+            "means the run is finished, and nothing is done.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    ranks: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write each user's rank (.npz), for paired tests.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Written after every epoch; an interrupted run goes on "
+            "from it, to the same result.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", help="No progress bar.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    final: Annotated[
+        bool,
+        typer.Option(
+            "--final",
+            help="Also rank the test items, with the epoch chosen on "
+            "validation. Nothing else touches them: decide first.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+) -> None:
+    """Train a sequential recommender and rank the whole catalogue.
+
+    The last item of each user is kept for the test, the one before for
+    validation. Nothing is sampled in evaluation, items of the history are
+    left out, ties count against the model. The result, with its
+    configuration, checksums, versions, machine, time and memory, is printed
+    as JSON or written to --output.
+
+    [bold]Examples[/bold]
+
+    Plain SASRec on Beauty, downloaded and checked:
+
+        python -m bft_ref.train --data beauty --output results/plain.json
+
+    The same as a Bayesian filter, resumable:
+
+        python -m bft_ref.train --data beauty --bft observation=value --checkpoint run.pt
+
+    A control: attention branch times a constant:
+
+        python -m bft_ref.train --data beauty --gate constant --gate-value 0.7
+
+    Your own RecBole file on two GPUs:
+
+        torchrun --nproc-per-node 2 -m bft_ref.train --data my.inter
+    """  # noqa: E501
+    if output is not None and output.is_file():
+        typer.echo(f"{output} is there already: nothing to do", err=True)
+        return
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        sequences = load(data, folder=data_dir, format=format)
+    except (DataUnavailableError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from None
+    if model in (Model.popularity, Model.item_knn):
+        result, rankings = _baseline(sequences, model.value, final)
+    else:
+        if length is None:
+            length = DATASETS[data].length if data in DATASETS else 20
+        try:
+            model_config = ModelConfig(
+                n_items=sequences.n_items,
+                model=model.value,
+                d=d,
+                layers=layers,
+                heads=heads,
+                ffn=ffn,
+                length=length,
+                dropout=dropout,
+                residual=residual.value,
+                gate=gate.value,
+                gate_value=gate_value,
+                tau_bias=tau_bias,
+                tau=tau.value,
+                tau_power=tau_power,
+                tau_start=tau_start,
+                bft=filter_config(bft),
+            )
+            train_config = TrainConfig(
+                loss=loss.value,
+                negatives=negatives,
+                correct=correct,
+                epochs=epochs,
+                patience=patience,
+                evaluate_every=evaluate_every,
+                batch=batch,
+                lr=lr,
+                precision_lr=precision_lr,
+                weight_decay=weight_decay,
+                every_window=every_window,
+                mask_rate=mask_rate,
+                seed=seed,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        where = _join(device)
+        fitted = fit(
+            sequences,
+            model_config,
+            train_config,
+            device=where,
+            checkpoint=checkpoint,
+            final=final,
+            progress=not quiet,
+        )
+        result, rankings = fitted.result, fitted.rankings
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _write(result, rankings, output, ranks)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(device: str | None) -> torch.device:
+    """The device of this process; joins the others under ``torchrun``."""
+    cuda = torch.cuda.is_available() and device != "cpu"
+    if "WORLD_SIZE" not in os.environ:
+        return torch.device(device or ("cuda" if cuda else "cpu"))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    if not cuda:
+        return torch.device("cpu")
+    mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(mine)
+    return mine
+
+
+def _baseline(sequences, name: str, final: bool):
+    score = {"popularity": metrics.popularity, "item-knn": metrics.item_knn}
+    result = {"model": {"model": name}, "data": sequences.describe()}
+    rankings = {}
+    for part in ("validation", "test") if final else ("validation",):
+        split = sequences.split(part)
+        rankings[part] = metrics.evaluate(split, score[name](split))
+        result[part] = metrics.report(split, rankings[part])
+    cpu = torch.device("cpu")
+    return result | {
+        "code": code_version(),
+        "device": device_name(cpu),
+        "peak_memory_bytes": peak_memory(cpu),
+    }, rankings
+
+
+def _write(result, rankings, output: Path | None, ranks: Path | None):
+    if ranks is not None:
+        ranks.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(
+            ranks,
+            **{
+                f"{part}_{name}": value
+                for part, ranking in rankings.items()
+                for name, value in asdict(ranking).items()
+            },
+        )
+    text = json.dumps(result, indent=1)
+    # One line for a list of numbers: thousands of lines help nobody.
+    text = re.sub(
+        r"\[[\s\d,.e+-]+\]", lambda m: re.sub(r"\s+", " ", m[0]), text
+    )
+    if output is None:
+        sys.stdout.write(text + "\n")
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(output.name + ".part")
+    unfinished.write_text(text + "\n")
+    os.replace(unfinished, output)
+
+
+if __name__ == "__main__":
+    app()

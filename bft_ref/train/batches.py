@@ -1,0 +1,120 @@
+"""Batches of sequences of similar length, the same for every resumed run."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bft_ref.data.sequences import Sequences
+
+
+class Batch(NamedTuple):
+    """Padded inputs and, at each position, the item asked for (0: none).
+
+    Shapes: ``items``, ``target`` (B, T) ids; ``times`` (B, T) or None.
+    """
+
+    items: Tensor
+    target: Tensor
+    times: Tensor | None
+
+    def to(self, device) -> "Batch":
+        """The batch on another device."""
+        return Batch(*(None if x is None else x.to(device) for x in self))
+
+
+def windows(
+    lengths: NDArray, length: int, every: bool
+) -> tuple[NDArray, NDArray]:
+    """(sequence, end) of each training window of at most length + 1 items.
+
+    One a sequence, its end, or with ``every`` as many as it takes for each
+    item to be a target once.
+    """
+    if not every:
+        asked = np.flatnonzero(lengths >= 2)
+        return asked, lengths[asked]
+    pairs = [
+        (s, end) for s, n in enumerate(lengths) for end in range(n, 1, -length)
+    ]
+    found = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def gather(
+    sequences: Sequences, users: NDArray, end: NDArray, length: int
+) -> tuple[NDArray, NDArray | None, NDArray]:
+    """Up to ``length`` items before ``end``, padded on the right with 0.
+
+    Returns items (B, T), times (B, T) or None, and the lengths (B,).
+    """
+    n = np.minimum(end, length)
+    width = int(n.max(initial=0))
+    place = np.arange(width)
+    index = (sequences.offsets[users] + end - n)[:, None] + place
+    inside = place < n[:, None]
+    index = np.where(inside, index, 0)
+    items = np.where(inside, sequences.items[index], 0)
+    times = None
+    if sequences.times is not None:
+        # Differences of seconds since 1970 do not fit float32.
+        first = sequences.times[index[:, :1]]
+        times = np.where(inside, sequences.times[index] - first, 0.0)
+        times = times.astype(np.float32)
+    return items, times, n
+
+
+def training_batches(
+    sequences: Sequences,
+    *,
+    length: int,
+    size: int,
+    rng: np.random.Generator,
+    every_window: bool = False,
+    mask_id: int | None = None,
+    mask_rate: float = 0.2,
+    last_rate: float = 0.1,
+) -> Iterator[Batch]:
+    """One epoch of batches, lengths alike within a batch, order random.
+
+    Causal models predict each item from those before it. With ``mask_id``
+    (cloze): items are hidden with probability ``mask_rate``, at least one a
+    sequence, or, in a share ``last_rate`` of the sequences, the last alone,
+    which is what the test asks.
+    """
+    users, end = windows(sequences.lengths, length, every_window)
+    order = rng.permutation(len(users))
+    pool = 32 * size
+    groups = []
+    for start in range(0, len(order), pool):
+        part = order[start : start + pool]
+        part = part[np.argsort(end[part].clip(max=length), kind="stable")]
+        groups += [part[i : i + size] for i in range(0, len(part), size)]
+    for g in rng.permutation(len(groups)):
+        rows = groups[g]
+        extra = mask_id is None
+        items, times, n = gather(
+            sequences, users[rows], end[rows], length + extra
+        )
+        if extra:
+            target = items[:, 1:]
+            items = np.where(target > 0, items[:, :-1], 0)
+            times = None if times is None else times[:, :-1]
+        else:
+            hidden = rng.random(items.shape) < mask_rate
+            last = np.arange(items.shape[1]) == n[:, None] - 1
+            alone = rng.random(len(rows)) < last_rate
+            hidden = np.where(alone[:, None], last, hidden & (items > 0))
+            one = (rng.random(len(rows)) * n).astype(np.int64)
+            none = ~hidden.any(1)
+            hidden[none, one[none]] = True
+            target = np.where(hidden, items, 0)
+            items = np.where(hidden, mask_id, items)
+        yield Batch(
+            torch.from_numpy(items),
+            torch.from_numpy(np.ascontiguousarray(target)),
+            None if times is None else torch.from_numpy(times),
+        )

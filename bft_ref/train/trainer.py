@@ -1,0 +1,486 @@
+"""One trainer for every model: the same budget and rules for both sides."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from bft_ref import checks, metrics
+from bft_ref.data.sequences import Sequences, Split
+from bft_ref.models import ModelConfig, Recommender, build
+from bft_ref.train.batches import gather, training_batches
+from bft_ref.train.losses import LOSSES, next_item_loss, uniform_negatives
+from bft_ref.train.provenance import code_version, device_name, peak_memory
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is fitted.
+
+    Training stops after ``epochs``, or once validation NDCG@10 has not
+    improved at ``patience`` evaluations, one every ``evaluate_every`` epochs;
+    the best epoch's weights are kept. ``precision_lr`` is Adam's rate for
+    log τ and log Q; ``negatives`` are shared by a batch of ``batch``
+    sequences; ``correct`` and ``calibration`` belong to the losses;
+    ``every_window`` trains on the whole of long sequences, not only on their
+    end. ``mask_rate`` and ``last_rate`` are BERT4Rec's.
+    """
+
+    loss: str = "sampled"
+    negatives: int = 512
+    correct: bool = True
+    calibration: float = 0.75
+    epochs: int = 100
+    patience: int = 10
+    evaluate_every: int = 1
+    batch: int = 128
+    lr: float = 1e-3
+    precision_lr: float = 1e-2
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    every_window: bool = False
+    mask_rate: float = 0.3
+    last_rate: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self):
+        checks.choice("loss", self.loss, LOSSES)
+        for name in ("epochs", "patience", "evaluate_every", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}: expected at least 1, got {getattr(self, name)}"
+                )
+        checks.number("lr", self.lr, 0.0)
+        checks.number("precision_lr", self.precision_lr, 0.0)
+        checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
+
+
+@dataclass
+class Fitted:
+    """A trained model, its result for JSON, and the rankings behind it.
+
+    ``rankings`` holds one :class:`bft_ref.metrics.Ranking` a part.
+    """
+
+    model: Recommender
+    result: dict
+    rankings: dict[str, metrics.Ranking]
+
+
+def scorer(
+    model: Recommender, split: Split, device: torch.device
+) -> metrics.Scorer:
+    """What :func:`bft_ref.metrics.evaluate` asks: scores of some users."""
+
+    def score(part):
+        lengths = split.history.lengths[part]
+        items, times, _ = gather(
+            split.history, part, lengths, model.config.length
+        )
+        items = torch.from_numpy(items).to(device)
+        if times is not None:
+            times = torch.from_numpy(times).to(device)
+        return model.scores(items, times)
+
+    return score
+
+
+@torch.no_grad()
+def evaluate(
+    model: Recommender, split: Split, device: torch.device
+) -> metrics.Ranking:
+    """Full ranking of a split's targets; shared out among the processes."""
+    was = model.training
+    model.eval()
+    rank, world = _rank(), _world()
+    mine = np.arange(rank, len(split.target), world)
+    part = split._replace(
+        history=split.history.take(mine), target=split.target[mine]
+    )
+    ranking = metrics.evaluate(part, scorer(model, part, device))
+    model.train(was)
+    if world == 1:
+        return ranking
+    shares = [None] * world
+    dist.all_gather_object(shares, (mine, ranking))
+    whole = metrics.Ranking(
+        *(np.zeros(len(split.target), dtype=np.int64) for _ in range(3))
+    )
+    for where, found in shares:
+        whole.above[where] = found.above
+        whole.tied[where] = found.tied
+        whole.candidates[where] = found.candidates
+    return whole
+
+
+def fit(
+    sequences: Sequences,
+    model_config: ModelConfig,
+    config: TrainConfig,
+    *,
+    device: str | torch.device | None = None,
+    checkpoint: str | Path | None = None,
+    final: bool = False,
+    progress: bool = True,
+    on_epoch: Callable[[dict], None] | None = None,
+) -> Fitted:
+    """Train, choose the epoch on validation, report; resumes by itself.
+
+    With ``checkpoint`` (a file) the state is written after every epoch, and
+    a run that finds one goes on from it, to the same result as a run never
+    interrupted: every epoch draws from its own seed. ``final`` ranks the test
+    targets too, once, with the weights chosen on validation; without it the
+    test items are not looked at. Under ``torchrun`` each batch is shared out
+    among the processes.
+
+    Raises: ValueError for a checkpoint of another configuration or data, or
+    a loss that is no longer finite.
+    """
+    device = torch.device(
+        device or ("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    split = sequences.split("validation")
+    torch.manual_seed(config.seed)
+    model = build(model_config, split.frequency).to(device)
+    optimizer = torch.optim.Adam(
+        model.parameter_groups(config.lr, config.precision_lr),
+        betas=(0.9, 0.98),
+        weight_decay=config.weight_decay,
+    )
+    identity = {
+        "model": asdict(model_config),
+        "train": asdict(config),
+        "data": sequences.describe(),
+    }
+    state = _State(model, optimizer, identity)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.is_file():
+        state.load(path, device)
+    parallel = _parallel(model, device)
+    epochs = tqdm(
+        range(state.epoch, config.epochs),
+        initial=state.epoch,
+        total=config.epochs,
+        unit="epoch",
+        disable=not progress or _rank() > 0,
+        dynamic_ncols=True,
+    )
+    for epoch in epochs:
+        if state.stale >= config.patience:
+            break
+        began, worked = time.perf_counter(), time.process_time()
+        loss, steps = _epoch(
+            parallel, model, optimizer, split, config, epoch, device
+        )
+        trained, busy = time.perf_counter(), time.process_time()
+        record = {"epoch": epoch + 1, "loss": loss, "steps": steps}
+        if (epoch + 1) % config.evaluate_every == 0:
+            found = evaluate(model, split, device).summary()
+            record |= found
+            state.keep_best(found["NDCG@10"])
+            epochs.set_postfix(loss=f"{loss:.3f}", **_rounded(found))
+        record["train_seconds"] = round(trained - began, 3)
+        record["train_cpu_seconds"] = round(busy - worked, 3)
+        record["evaluate_seconds"] = round(time.perf_counter() - trained, 3)
+        state.finish(record)
+        if path is not None and _rank() == 0:
+            state.save(path)
+        if on_epoch is not None:
+            on_epoch(record)
+    epochs.close()
+    model.load_state_dict(state.best or model.state_dict())
+    result = {
+        **identity,
+        "seed": config.seed,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "epochs": state.epoch,
+        "best_epoch": state.best_epoch,
+        "stopped_early": state.stale >= config.patience,
+        "seconds": round(
+            sum(
+                r["train_seconds"] + r["evaluate_seconds"]
+                for r in state.history
+            ),
+            1,
+        ),
+        "seconds_per_epoch": _typical(state.history, "train_seconds"),
+        "cpu_seconds_per_epoch": _typical(state.history, "train_cpu_seconds"),
+        "history": state.history,
+    }
+    parts = {"validation": split}
+    if final:
+        parts["test"] = sequences.split("test")
+    rankings = {}
+    for name, part in parts.items():
+        rankings[name] = evaluate(model, part, device)
+        result[name] = metrics.report(part, rankings[name])
+    if model_config.bft is not None:
+        result["anatomy"] = anatomy(model, split, device)
+    result |= {
+        "code": code_version(),
+        "device": device_name(device),
+        "processes": _world(),
+        "peak_memory_bytes": peak_memory(device),
+    }
+    return Fitted(model, result, rankings)
+
+
+class _State:
+    """What a resumed run needs: weights, optimiser, best so far."""
+
+    def __init__(self, model, optimizer, identity):
+        self.model, self.optimizer = model, optimizer
+        self.identity = json.loads(json.dumps(identity))
+        self.epoch, self.stale = 0, 0
+        self.best, self.best_value, self.best_epoch = None, -math.inf, 0
+        self.history: list[dict] = []
+
+    def keep_best(self, value: float):
+        if value > self.best_value:
+            self.best = {
+                name: x.detach().clone()
+                for name, x in self.model.state_dict().items()
+            }
+            self.best_value, self.best_epoch = value, self.epoch + 1
+            self.stale = 0
+        else:
+            self.stale += 1
+
+    def finish(self, record: dict):
+        self.history.append(record)
+        self.epoch += 1
+
+    def save(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        kept = ("epoch", "stale", "best_value", "best_epoch", "history")
+        torch.save(
+            {
+                "identity": json.dumps(self.identity, sort_keys=True),
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "best": self.best,
+                **{name: getattr(self, name) for name in kept},
+            },
+            unfinished,
+        )
+        # Renaming is atomic: a kill leaves the old state or the new one.
+        os.replace(unfinished, path)
+
+    def load(self, path: Path, device):
+        found = torch.load(path, map_location=device, weights_only=True)
+        mine = json.dumps(self.identity, sort_keys=True)
+        if found.pop("identity") != mine:
+            raise ValueError(
+                f"checkpoint: {path} belongs to another configuration or "
+                "another data file; remove it or choose another path"
+            )
+        self.model.load_state_dict(found.pop("model"))
+        self.optimizer.load_state_dict(found.pop("optimizer"))
+        for name, value in found.items():
+            setattr(self, name, value)
+
+
+def _epoch(parallel, model, optimizer, split, config, epoch, device):
+    """One pass; returns the mean loss over questions and the steps."""
+    rank, world = _rank(), _world()
+    rng = np.random.default_rng([config.seed, epoch, 1])
+    draw = torch.Generator().manual_seed(_seed(config.seed, epoch, 2))
+    torch.manual_seed(_seed(config.seed, epoch, 3, rank))
+    c = model.config
+    sampled = config.loss != "full"
+    parallel.train()
+    total, asked, steps = 0.0, 0, 0
+    for batch in training_batches(
+        split.training,
+        length=c.length,
+        size=config.batch,
+        rng=rng,
+        every_window=config.every_window,
+        mask_id=getattr(model, "mask_id", None),
+        mask_rate=config.mask_rate,
+        last_rate=config.last_rate,
+    ):
+        negatives = None
+        if sampled:
+            negatives = uniform_negatives(config.negatives, c.n_items, draw)
+            negatives = negatives.to(device)
+        questions = int((batch.target > 0).sum())
+        mine = type(batch)(
+            *(None if x is None else x[rank::world] for x in batch)
+        ).to(device)
+        loss = parallel(mine, negatives, config)
+        # DDP averages gradients over processes; shares differ in questions.
+        share = int((mine.target > 0).sum()) * world / questions
+        optimizer.zero_grad(set_to_none=True)
+        (loss * share).backward()
+        if config.clip > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        total += loss.detach() * share / world * questions
+        asked += questions
+        steps += 1
+    if world > 1:
+        total = torch.as_tensor(total)
+        dist.all_reduce(total)
+    mean = float(total) / max(asked, 1)
+    if not math.isfinite(mean):
+        raise ValueError(f"loss: expected a finite number, got {mean}")
+    return mean, steps
+
+
+class _Questions(nn.Module):
+    """Model and loss in one forward, as DDP needs it."""
+
+    def __init__(self, model: Recommender):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch, negatives, config) -> Tensor:
+        model = self.model
+        hidden = model(batch.items, batch.times)
+        where = batch.target > 0
+        query = model.head(hidden[where])
+        if not len(query):
+            # A process without a question still takes part in the sum.
+            return hidden.sum() * 0.0 + sum(
+                p.sum() * 0.0 for p in model.parameters()
+            )
+        keys, bias = model.keys()
+        return next_item_loss(
+            query,
+            batch.target[where],
+            keys,
+            bias,
+            negatives,
+            n_items=model.config.n_items,
+            kind=config.loss,
+            correct=config.correct,
+            calibration=config.calibration,
+        )
+
+
+def _parallel(model, device):
+    questions = _Questions(model)
+    if _world() == 1:
+        return questions
+    on = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        questions, device_ids=on, find_unused_parameters=True
+    )
+
+
+def _seed(*parts: int) -> int:
+    """One seed out of several numbers, different for different numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rounded(found: dict) -> dict:
+    return {name: f"{value:.4f}" for name, value in found.items()}
+
+
+@torch.no_grad()
+def anatomy(
+    model: Recommender, split: Split, device: torch.device, chunk: int = 512
+) -> dict:
+    """What the filter does: K, λ and n_eff of last items, by their rarity.
+
+    Per layer and quartile of the last item's training frequency: the mean
+    gain, the median precision after the update, the mean n_eff; and per
+    layer Q; and τ by quartile of item frequency.
+    """
+    model.eval()
+    n = len(split.target)
+    rows = []
+    order = np.argsort(split.history.lengths, kind="stable")
+    last_item = np.zeros(n, dtype=np.int64)
+    for start in range(0, n, chunk):
+        part = order[start : start + chunk]
+        items, times, _ = gather(
+            split.history,
+            part,
+            split.history.lengths[part],
+            model.config.length,
+        )
+        items = torch.from_numpy(items).to(device)
+        if times is not None:
+            times = torch.from_numpy(times).to(device)
+        last = (items > 0).sum(1) - 1
+        each = torch.arange(len(part), device=device)
+        last_item[part] = items[each, last].cpu().numpy()
+        asked, times = model.question(items, times)
+        end = (asked > 0).sum(1) - 1
+        _, traces = model(asked, times, trace=True)
+        for layer, trace in enumerate(traces):
+            rows.append(
+                (
+                    layer,
+                    part,
+                    trace.gain[each, end].mean(-1),
+                    trace.log_updated_precision[each, end].exp().mean(-1),
+                    trace.n_eff[each, :, end].mean(-1),
+                )
+            )
+    found: dict = {"layers": []}
+    cuts, member = metrics.quartiles(split.frequency[last_item])
+    found["last_item_frequency_cuts"] = cuts
+    for layer in range(model.config.layers):
+        values = np.zeros((3, n))
+        for index, part, *three in rows:
+            if index == layer:
+                for k, x in enumerate(three):
+                    values[k, part] = x.float().cpu().numpy()
+        noise = model_layers(model)[layer].log_process_noise.exp()
+        found["layers"].append(
+            {
+                "gain": [_mean(values[0][member == q]) for q in range(4)],
+                "updated_precision": [
+                    _median(values[1][member == q]) for q in range(4)
+                ],
+                "n_eff": [_mean(values[2][member == q]) for q in range(4)],
+                "process_noise_mean": float(noise.mean()),
+                "process_noise_max": float(noise.max()),
+            }
+        )
+    log_tau = model.tau.of_items(model.items.weight).cpu().numpy()
+    items = np.flatnonzero(split.frequency[1:] > 0) + 1
+    cuts, member = metrics.quartiles(split.frequency[items])
+    found["item_frequency_cuts"] = cuts
+    found["tau"] = [
+        float(np.exp(log_tau[items[member == q]]).mean()) for q in range(4)
+    ]
+    return found
+
+
+def model_layers(model: Recommender) -> nn.ModuleList:
+    """The list of layers, wherever the model keeps it."""
+    return model.layers if hasattr(model, "layers") else model.encoder.layers
+
+
+def _typical(history: list[dict], name: str) -> float:
+    return round(float(np.median([record[name] for record in history])), 3)
+
+
+def _mean(x):
+    return float(x.mean()) if len(x) else None
+
+
+def _median(x):
+    return float(np.median(x)) if len(x) else None

@@ -1,0 +1,36 @@
+"""Small notebooks for the tests that break a check on purpose."""
+
+from typing import Any
+
+from nbformat.v4 import (
+    new_code_cell,
+    new_markdown_cell,
+    new_notebook,
+    new_output,
+)
+
+
+def md(source: str) -> Any:
+    """A Markdown cell."""
+    return new_markdown_cell(source)
+
+
+def code(source: str, *tags: str, **data: Any) -> Any:
+    """A code cell; ``data`` are its outputs' kinds and contents."""
+    outputs = [
+        new_output("display_data", {kind.replace("_", "/"): text})
+        for kind, text in data.items()
+    ]
+    return new_code_cell(
+        source, outputs=outputs, metadata={"tags": list(tags)}
+    )
+
+
+def book(*cells: Any) -> Any:
+    """A notebook of these cells, its code cells counted in order."""
+    count = 0
+    for cell in cells:
+        if cell.cell_type == "code":
+            count += 1
+            cell.execution_count = count
+    return new_notebook(cells=list(cells))

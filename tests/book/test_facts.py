@@ -1,0 +1,259 @@
+"""Facts and the prose that quotes them."""
+
+import json
+import math
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+from bft_ref.book import chapter, checks, fact, facts, prose
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("book/*.md")])
+
+FACTS = {
+    "gain": {"value": 0.7714, "tol": 1e-8},
+    "low": {"value": -0.25, "tol": 1e-8},
+    "big": {"value": 15098.52, "tol": 1e-8},
+    "tiny": {"value": 1.21e-9, "tol": 1e-8},
+    "count": {"value": 1871.0, "tol": 0.0},
+    "figure:x": {"value": [1.0, 2.0], "tol": 1e-6},
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_prose_states_the_facts(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    recorded = facts.read(path.parent / "facts", path.stem)
+    assert [
+        f"cell {at}: {complaint}"
+        for at, source in checks.sources(notebook, "markdown")
+        for complaint in checks.prose_complaints(source, recorded)
+    ] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_pages_that_quote_a_fact_quote_it_right(path: Path):
+    for text in checks.paragraphs(path.read_text("utf8")):
+        assert prose.render(text, {}) == text
+        for found in prose.ORDER.finditer(text):
+            assert prose.holds(found, {}), text
+
+
+def test_every_facts_file_has_its_notebook():
+    stored = {path.stem for path in ROOT.glob("notebooks/facts/*.json")}
+    assert stored == {path.stem for path in NOTEBOOKS}
+
+
+RIGHT = [
+    "A gain of 0.77<!-- fact: gain .2f --> here.",
+    "So $K = 0.77$<!-- fact: gain .2f --> here.",
+    "So $K = 0.77$.<!-- given --> No fact is meant: maths is not read.",
+    "It is −0.25<!-- fact: low .2f --> there.",
+    "It is $-0.25$<!-- fact: low .2f --> there.",
+    "It is 15,098.5<!-- fact: big ,.1f --> there.",
+    r"It is $15{,}098.5$<!-- fact: big ,.1f --> there.",
+    "It is 1.2 × 10⁻⁹<!-- fact: tiny .1e --> there.",
+    r"It is $1.2 \times 10^{-9}$<!-- fact: tiny .1e --> there.",
+    "It is 77%<!-- fact: gain .0% --> there.",
+    "From 1871<!-- fact: count d --> on.",
+    "From 1871–1970<!-- given --> and 5 %<!-- given --> on.",
+    "It is 0.77<!-- fact: gain .2f -->, higher<!-- fact: gain > low -->.",
+    "A larger one. It is 0.77<!-- fact: gain .2f --> here.",
+    "It is 0.77<!-- fact: gain .2f -->, a higher<!-- given --> aim.",
+    "See (2.3), Chapter 3, equations (2.3)–(2.5), Exercise 2.1, float64.",
+    "# 2 A title of 1871\n\n`x = 3`, $y = 4$, [a 5](https://x.y/6) text",
+    "1. First\n2. Second, of CO₂\n\n```\nx = 12\n```",
+    "| a | b |\n|---|---|\n| x | 0.77<!-- fact: gain .2f --> |",
+    "<details><summary>Solution</summary>\n\nNone.\n\n</details>",
+]
+WRONG = [
+    ("A gain of 0.78<!-- fact: gain .2f --> here.", "now reads '0.77'"),
+    ("So $K = 0.7$<!-- fact: gain .2f --> here.", "now reads '0.77$'"),
+    ("It is 0.25<!-- fact: low .2f --> there.", "now reads '−0.25'"),
+    ("A gain of 0.77<!-- fact: gone .2f --> here.", "no fact 'gone'"),
+    ("A gain of 0.77<!-- fact: gain .2q --> here.", "format '.2q'"),
+    ("A gain of 0.77<!-- fact:gain .2f --> here.", "no number or word"),
+    ("A gain of 0.77<!-- fact: gain --> here.", "no number or word"),
+    ("A gain of 0.77 here.", "'0.77' in"),
+    ("Since 1871.", "'1871"),
+    ("Of 5<!-- given --> there are 3.", "'3"),
+    ("| a |\n|---|\n| 12 |", "'12'"),
+    ("<p>There are 12 of them</p>", "'12'"),
+    ("> **Note.** Some 12 of them.", "'12'"),
+    ("It is lower<!-- fact: gain < low -->.", "not true"),
+    ("It is lower<!-- fact: gain < gone -->.", "no fact 'gone'"),
+    ("It is lower<!-- fact: gain = low -->.", "no number or word"),
+    ("Text\n\n<!-- fact: gain .2f --> 0.77", "a line begins"),
+    ("It falls to 0.77<!-- fact: gain .2f -->.", "'falls' in"),
+    ("No 1<!-- fact: 77:gain .0f -->.", "no facts of a chapter 77"),
+]
+
+
+@pytest.mark.parametrize("source", RIGHT)
+def test_prose_that_is_right_passes(source: str):
+    assert checks.prose_complaints(source, FACTS) == []
+    assert prose.render(source, FACTS) == source
+
+
+@pytest.mark.parametrize(("source", "said"), WRONG)
+def test_prose_that_is_wrong_is_noticed(source: str, said: str):
+    complaints = checks.prose_complaints(source, FACTS)
+    assert said in complaints[0]
+
+
+def test_rendering_mends_the_digits_and_nothing_else():
+    stale = (
+        "Of 3, 0.1<!-- fact: gain .3f --> and $K < 9$<!-- fact: low .1f -->\n"
+        "`0.1<!-- fact -->`"
+    )
+    assert prose.render(stale, FACTS) == (
+        "Of 3, 0.771<!-- fact: gain .3f --> and "
+        "$K < -0.2$<!-- fact: low .1f -->\n`0.1<!-- fact -->`"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty notebooks folder to work in."""
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.setattr(facts, "_current", None)
+    return tmp_path / "notebooks"
+
+
+@pytest.fixture
+def mode(monkeypatch, folder):
+    """Begin a chapter in a mode."""
+
+    def begin(name: str) -> None:
+        monkeypatch.setenv("BFT_FACTS", name)
+        chapter("02-small")
+
+    return begin
+
+
+def test_facts_are_recorded_in_order_with_their_tolerance(folder, mode):
+    mode("record")
+    assert fact("b", torch.tensor([0.5])) == 0.5
+    assert fact("a", np.float64(3), tol=0.1) == 3
+    stored = json.loads((folder / "facts" / "02-small.json").read_text())
+    assert list(stored) == ["b", "a"]
+    assert stored["a"] == {"value": 3.0, "tol": 0.1}
+
+
+def test_a_value_may_move_by_its_tolerance_and_no_more(folder, mode):
+    mode("record")
+    fact("small", 0.5, tol=1e-3)
+    fact("large", 2500.0, tol=1e-3)
+    mode("check")
+    fact("small", 0.5009, tol=1e-3)
+    fact("large", 2502.4, tol=1e-3)
+    mode("check")
+    with pytest.raises(facts.FactError, match=r"'small' is now 0.5011"):
+        fact("small", 0.5011, tol=1.0)
+    with pytest.raises(facts.FactError, match="'large' is now"):
+        fact("large", 2502.6)
+
+
+def test_a_fact_not_recorded_or_not_computed_is_noticed(folder, mode):
+    notebook = folder / "02-small.ipynb"
+    mode("record")
+    fact("a", 2.5)
+    fact("b", 3.5)
+    mode("check")
+    fact("a", 2.5)
+    with pytest.raises(facts.FactError, match="'new' is not recorded"):
+        fact("new", 1.5)
+    assert facts.missing(notebook) == ["b"]
+    fact("b", 3.5)
+    assert facts.missing(notebook) == []
+
+
+def test_a_new_check_forgets_what_an_older_one_computed(folder, mode):
+    mode("record")
+    fact("a", 2.5)
+    mode("check")
+    fact("a", 2.5)
+    mode("check")
+    assert facts.missing(folder / "02-small.ipynb") == ["a"]
+
+
+def test_a_chapter_without_recorded_facts_cannot_be_checked(folder, mode):
+    with pytest.raises(facts.FactError, match="does not exist"):
+        mode("check")
+
+
+def test_a_reader_never_sees_a_fact_fail(folder, mode):
+    mode("record")
+    fact("a", 2.5)
+    before = (folder / "facts" / "02-small.json").read_text()
+    mode("")
+    fact("a", 99.0)
+    fact("a", 98.0)
+    fact("other", 1.5)
+    assert (folder / "facts" / "02-small.json").read_text() == before
+    assert not (folder.parent / "_build").exists()
+
+
+def test_one_name_for_two_facts_is_an_error(folder, mode):
+    mode("record")
+    fact("a", 2.5)
+    with pytest.raises(ValueError, match="'a': recorded twice"):
+        fact("a", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (True, TypeError),
+        ("0.5", TypeError),
+        (None, TypeError),
+        ([1.5, 2.5], TypeError),
+        (1j, TypeError),
+        (math.nan, ValueError),
+        (torch.tensor(math.inf), ValueError),
+    ],
+)
+def test_a_fact_is_one_finite_number(mode, value, error):
+    mode("")
+    with pytest.raises(error, match="fact 'a'"):
+        fact("a", value)
+
+
+def test_bad_names_and_tolerances_say_so(mode, monkeypatch):
+    mode("")
+    with pytest.raises(ValueError, match="name: expected an identifier"):
+        fact("a b", 1.5)
+    with pytest.raises(ValueError, match="tol of fact 'a'"):
+        fact("a", 1.5, tol=-1)
+    with pytest.raises(ValueError, match="file name without"):
+        chapter("small")
+    with pytest.raises(ValueError, match="BFT_FACTS"):
+        mode("sometimes")
+
+
+def test_a_fact_before_its_chapter_says_what_to_do(folder):
+    with pytest.raises(RuntimeError, match="call chapter"):
+        fact("a", 2.5)
+
+
+def test_a_fact_on_the_last_line_shows_nothing(mode):
+    from IPython.core.formatters import DisplayFormatter
+
+    mode("")
+    assert DisplayFormatter().format(fact("a", 2.5)) == ({}, {})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_recorded_facts_are_found_by_name(path: Path):
+    assert facts.recorded(path.stem)
+
+
+def test_facts_of_no_chapter_say_where_they_were_looked_for():
+    with pytest.raises(FileNotFoundError, match="nor in the package"):
+        facts.recorded("99-none")

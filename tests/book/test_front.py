@@ -1,0 +1,123 @@
+"""What the README and the front matter say is what the package does."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bft_ref
+from tests.book import links
+
+
+def code_of(page: Path) -> str:
+    """The one block of Python on a page."""
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf8"), re.S)
+    return block
+
+
+def test_the_example_of_the_readme_runs(root: Path, tmp_path: Path):
+    block = code_of(root / "README.md")
+    assert len([line for line in block.splitlines() if line]) <= 10
+    done = subprocess.run(
+        [sys.executable, "-W", "error", root / "tests" / "example.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"what the last token believes: \(64,\)\n"
+        r"mean gain, layer by layer: \['0\.\d\d', '0\.\d\d'\]\n",
+        done.stdout,
+    )
+
+
+def test_one_layer_on_one_page_is_the_layer(root: Path):
+    page = {}
+    exec(code_of(root / "book" / "one-layer.md"), page)
+    torch.manual_seed(0)
+    d, T, width = 6, 5, 10
+    ours = bft_ref.BFTLayer(
+        d,
+        nhead=1,
+        dim_feedforward=width,
+        dropout=0.0,
+        norm_first=True,
+        bias=False,
+        dtype=torch.float64,
+        config=bft_ref.BFTConfig(prior_scale="unit", prior_dof=1.7),
+    ).eval()
+    with torch.no_grad():
+        ours.log_process_noise.normal_()
+    h = torch.randn(T, d, dtype=torch.float64) * 2.5
+    log_precision = torch.randn(T, d, dtype=torch.float64)
+    belief = ours(bft_ref.Belief(h[None], log_precision[None]), is_causal=True)
+    mean, log = page["layer"](
+        h,
+        log_precision,
+        *ours.self_attn.in_proj_weight.chunk(3),
+        ours.self_attn.out_proj.weight,
+        ours.linear1.weight,
+        ours.linear2.weight,
+        ours.log_process_noise.exp(),
+        dof=1.7,
+    )
+    torch.testing.assert_close(mean, belief.mean[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        log, belief.log_precision[0], rtol=1e-10, atol=1e-10
+    )
+
+
+def test_from_torch_is_what_the_readme_promises():
+    plain = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+    )
+    assert isinstance(bft_ref.BFTEncoder.from_torch(plain), bft_ref.BFTEncoder)
+
+
+def test_every_public_name_is_in_the_reference(site: Path):
+    page = links.read(site / "book" / "api.html")
+    documented = {tag["id"].split(".")[-1] for tag in page.select("dt[id]")}
+    assert set(bft_ref.__all__) <= documented
+
+
+def test_every_notation_is_a_name_of_the_notation_table(root: Path):
+    table = (root / "book" / "notation.md").read_text("utf8")
+    for name in bft_ref.Belief._fields:
+        assert f"`{name}`" in table
+
+
+def test_every_reference_has_a_doi_or_is_a_book(root: Path):
+    text = (root / "book" / "references.bib").read_text("utf8")
+    entries = re.split(r"(?m)^@", text)[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        assert "doi" in entry or entry.startswith("book{kish1965")
+
+
+def test_one_layer_prints_on_one_page(site: Path, tmp_path: Path):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        assert "CI" not in os.environ, "Chromium is missing"
+        pytest.skip("Chromium is missing: apt install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page()
+        page.goto((site / "book" / "one-layer.html").as_uri())
+        page.wait_for_selector("mjx-container")
+        page.wait_for_function("MathJax.startup.promise.then(() => true)")
+        margin = dict.fromkeys(["top", "bottom", "left", "right"], "12mm")
+        printed = page.pdf(format="A4", margin=margin)
+        browser.close()
+    assert len(re.findall(rb"/Type\s*/Page\b(?!s)", printed)) == 1

@@ -1,0 +1,159 @@
+"""Notebooks read the same in Jupyter, on Colab, on GitHub and in the book."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from bft_ref.book import checks
+from tests.book.small import book, code, md
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+each_notebook = pytest.mark.parametrize(
+    "path", NOTEBOOKS, ids=lambda path: path.stem
+)
+
+
+@each_notebook
+def test_portable(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    assert checks.portability_complaints(notebook) == []
+    assert checks.size_complaints(path) == []
+
+
+@each_notebook
+def test_has_the_shape_of_a_chapter(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    number = int(path.stem[:2])
+    assert checks.skeleton_complaints(notebook, number) == []
+
+
+FINE = r"""
+> **Note.** Plain Markdown, `code {x}`, $a_{b}$ and (2.1).
+
+$$
+a = b \tag{2.1}
+$$
+
+```python
+x = ":::"
+```
+
+<details><summary>Solution</summary>
+
+Text.
+
+</details>
+"""
+
+
+def test_plain_markdown_passes():
+    notebook = book(md(FINE), code("x = 1" + 74 * " "))
+    assert checks.portability_complaints(notebook) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("```{note}\nText\n```", "MyST's '{note}'"),
+        (":::{note}\nText\n:::", "MyST's ':::"),
+        ("See {eq}`2.1`.", "MyST's '{eq}'"),
+        ("(target)=\n\n# Title", "MyST's '(target)='"),
+        ("\\begin{align*}\na\n\\end{align*}", "align or equation"),
+        ("So $$a = b$$ here.", "$$ not on a line of its own"),
+        ("$$\na \\\\ b \\tag{2.1}\n$$", r"\\ in a tagged display"),
+        ("<details><summary>S</summary>", "<details> and </details>"),
+        ("![A picture](attachment:x.png)", "attachment"),
+    ],
+)
+def test_what_is_not_portable_is_noticed(source: str, said: str):
+    found = checks.portability_complaints(book(md(source)))
+    assert any(said in complaint for complaint in found), found
+
+
+def test_a_long_line_of_code_is_noticed():
+    (found,) = checks.portability_complaints(book(code("x" * 80)))
+    assert "80 columns" in found
+
+
+def test_a_picture_without_its_alt_text_is_noticed():
+    cell = code("figure(fig, 'a', alt=alt)", image_png="", text_plain="Two.")
+    cell.outputs[0].metadata["image/png"] = {"alt": "2 curves."}
+    (found,) = checks.portability_complaints(book(cell))
+    assert "alt text is not the figure's" in found
+    cell.metadata["mystnb"] = {"image": {"alt": "2 curves."}}
+    assert checks.portability_complaints(book(cell)) == []
+    cell.source = "plt.show()"
+    (found,) = checks.portability_complaints(book(cell))
+    assert "not from figure()" in found
+    cell.source, cell.outputs = "figure(a)", cell.outputs * 2
+    (found,) = checks.portability_complaints(book(cell))
+    assert "2 figures in one cell" in found
+
+
+def test_a_large_notebook_is_noticed(tmp_path: Path):
+    path = tmp_path / "02-large.ipynb"
+    path.write_text("x" * 1_000_001)
+    (found,) = checks.size_complaints(path)
+    assert "1000001 bytes" in found
+
+
+def exercise(number: int, solved: bool = True) -> list:
+    """An exercise's cells."""
+    head = f"### Exercise 2.{number} (10 minutes, level 2)\n\nShow it."
+    if not solved:
+        return [md(head + "\n\nFor the classroom.")]
+    folded = "\n\n<details><summary>Solution</summary>\n\nSo.\n\n</details>"
+    return [md(head + folded), code("assert x", "hide-cell")]
+
+
+def chapter() -> list:
+    """The cells of a small chapter that has every part."""
+    badge = "[Open](https://colab.research.google.com/github/a/b)"
+    return [
+        md(f"# 2 A chapter\n\n{badge}"),
+        code("import importlib", "install"),
+        code("chapter('02-a-chapter')"),
+        code("figure(fig, 'a', alt='1')"),
+        code("slider('a', 'b', v, f)"),
+        md("## Where this breaks\n\nText."),
+        md("## Exercises"),
+        *exercise(1),
+        *exercise(2),
+        *exercise(3),
+        *exercise(4),
+        *exercise(5, solved=False),
+        md("## What to remember\n\nText."),
+    ]
+
+
+def test_a_chapter_with_every_part_passes():
+    assert checks.skeleton_complaints(book(*chapter()), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "said"),
+    [
+        (0, md("# A chapter\n\ncolab.research.google.com"), "a title '# 2"),
+        (0, md("# 2 A chapter"), "no Colab badge"),
+        (1, code("import importlib"), "not tagged install"),
+        (2, code("x = 1"), "chapter() is called in 0 cells"),
+        (3, code("x = 1"), "no figure"),
+        (4, code("x = 1"), "no slider"),
+        (5, md("## Else"), "no heading 'where this breaks'"),
+        (5, md("# Where this breaks"), "one heading of the first level"),
+        (6, md("## Tasks"), "no heading 'exercises'"),
+        (7, exercise(9)[0], "expected exercises"),
+        (7, md("### Exercise 2.1 (10 min)"), "heading is not"),
+        (7, exercise(1, solved=False)[0], "3 exercises with a solution"),
+        (8, code("assert x"), "no solution code"),
+        (15, exercise(5)[0], "without a published solution"),
+        (16, md("## Else"), "no heading 'what to remember'"),
+    ],
+)
+def test_a_missing_part_is_noticed(at: int, new, said: str):
+    cells = chapter()
+    cells[at] = new
+    found = checks.skeleton_complaints(book(*cells), 2)
+    assert any(said in complaint for complaint in found), found

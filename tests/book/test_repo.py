@@ -1,0 +1,178 @@
+"""One address in one place, and everything that depends on it in step."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from tests import colab
+
+FILES = ["pyproject.toml", "_config.yml", "README.md", "CITATION.cff"]
+
+
+@pytest.fixture(scope="module")
+def repo(root: Path):
+    """The module book/site/repo.py."""
+    spec = importlib.util.spec_from_file_location(
+        "repo", root / "book" / "site" / "repo.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["repo"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def copy(tmp_path: Path, root: Path) -> Path:
+    """The files that hold the address, and one new notebook."""
+    for name in FILES:
+        shutil.copy(root / name, tmp_path)
+    shutil.copytree(
+        root / "book",
+        tmp_path / "book",
+        ignore=shutil.ignore_patterns("__pycache__", "images"),
+    )
+    (tmp_path / "notebooks").mkdir()
+    book = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell("# 9 A chapter\n\nGoal."),
+            nbformat.v4.new_code_cell("x = 1", execution_count=1),
+        ]
+    )
+    nbformat.write(book, tmp_path / "notebooks" / "09-chapter.ipynb")
+    return tmp_path
+
+
+def set_repo(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = copy / "book" / "site" / "repo.py"
+    return subprocess.run(
+        [sys.executable, script, "--root", copy, *arguments],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_nothing_is_stale(repo, root: Path):
+    assert repo.stale(root) == []
+
+
+def test_a_fork_takes_everything_along(repo, copy: Path):
+    old = repo.Address.read(copy)
+    done = set_repo(
+        copy, "--set", "Ann/fork.x", "--branch", "pub", "--ref", "abc123"
+    )
+    assert done.returncode == 0, done.stderr
+    for path in repo.texts(copy):
+        text = path.read_text("utf8")
+        assert f"github.com/{old.slug}" not in text, path
+        assert old.site not in text, path
+    assert "github.com/Ann/fork.x" in (copy / "README.md").read_text("utf8")
+    assert "https://ann.github.io/fork.x" in (copy / "README.md").read_text()
+    config = yaml.safe_load((copy / "_config.yml").read_text("utf8"))
+    assert config["repository"] == {
+        "url": "https://github.com/Ann/fork.x",
+        "branch": "pub",
+    }
+    first, install, third = nbformat.read(
+        copy / "notebooks" / "09-chapter.ipynb", 4
+    ).cells
+    assert first.source.startswith("# 9 A chapter\n\n[![Open in Colab](")
+    at = "Ann/fork.x/blob/pub/notebooks/09-chapter.ipynb"
+    assert f"github/{at})" in first.source
+    assert first.source.endswith("\n\nGoal.")
+    assert "git+https://github.com/Ann/fork.x@abc123" in install.source
+    assert install.metadata.tags == ["install"]
+    assert third.source == "x = 1"
+    assert set_repo(copy, "--check").returncode == 0
+    assert set_repo(copy).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("README.md", "github.com/", "github.com/another/"),
+        ("_config.yml", "  branch: main", "  branch: old"),
+        ("CITATION.cff", "repository-code", "was"),
+        ("notebooks/09-chapter.ipynb", "@main", "@old"),
+        ("notebooks/09-chapter.ipynb", "blob/main", "blob/old"),
+    ],
+)
+def test_what_is_stale_is_named(copy: Path, name, before, after):
+    assert set_repo(copy).returncode == 0
+    path = copy / name
+    text = path.read_text("utf8")
+    if name == "CITATION.cff":
+        text = re.sub(r"(?m)^repository-code:.*\n", "", text)
+    elif name == "README.md":
+        text = re.sub(r"github\.com/[\w-]+/", "github.com/another/", text)
+    else:
+        assert before in text
+        text = text.replace(before, after)
+    path.write_text(text, "utf8")
+    said = set_repo(copy, "--check")
+    assert said.returncode == 1
+    assert name in said.stdout
+    assert "make set-repo" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "no-owner"], "REPO: expected owner/name, got 'no-owner'"),
+        (["--ref", "a b"], "REF: expected a branch, tag or commit, got 'a b'"),
+    ],
+)
+def test_a_bad_address_is_refused(copy: Path, arguments, said):
+    before = {name: (copy / name).read_text("utf8") for name in FILES}
+    done = set_repo(copy, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert before == {name: (copy / name).read_text("utf8") for name in FILES}
+
+
+def test_the_install_cell_runs_where_bft_ref_is_there(repo, root: Path):
+    source = repo.Address.read(root).install()
+    assert max(map(len, source.split("\n"))) <= 79
+    # the one line that is not Python runs on Colab only
+    source = re.sub(r"%pip .*", "raise AssertionError('installs')", source)
+    found = {}
+    exec(source, found)
+    assert found["device"] in {"cpu", "cuda"}
+
+
+def test_workflows_are_valid_and_publish_the_fork(root: Path):
+    folder = root / ".github" / "workflows"
+    flows = {
+        path.stem: yaml.safe_load(path.read_text("utf8"))
+        for path in folder.glob("*.yml")
+    }
+    assert set(flows) == {"test", "publish", "colab", "links"}
+    for flow in flows.values():
+        for job in flow["jobs"].values():
+            assert job["timeout-minutes"] <= 180
+            assert all("run" in s or "uses" in s for s in job["steps"])
+    text = (folder / "publish.yml").read_text("utf8")
+    assert 'REPO="$GITHUB_REPOSITORY"' in text
+    assert 'REF="$GITHUB_SHA"' in text
+    assert "bft-book/" not in text
+
+
+def test_colab_install_is_the_one_that_is_checked(root: Path):
+    image = (root / "tests" / "colab-image.sh").read_text("utf8")
+    assert colab.requirement() == "bft_ref[oracles]"
+    assert f'"{colab.requirement()} @ file://' in image
+
+
+def test_a_changed_package_is_noticed():
+    before = "numpy==2.1.3\ntorch==2.11.0\n"
+    assert colab.changed(before, before + "pykrige==1.7.3\n") == []
+    assert colab.changed(before, "numpy==2.4.0\ntorch==2.11.0\n") == [
+        "numpy==2.1.3"
+    ]
+    assert colab.changed(before, "numpy==2.1.3\n") == ["torch==2.11.0"]

@@ -1,0 +1,190 @@
+"""bft_ref.belief: fuse and discount, and what a belief accepts."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bft_ref.belief import Belief, discount, fuse, wide
+
+steady = settings(deadline=None, derandomize=True)  # one run is like any
+LOGS = st.floats(-60, 60)
+MEANS = st.floats(-1e3, 1e3)
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+@st.composite
+def beliefs(draw):
+    return Belief(f64(draw(MEANS)), f64(draw(LOGS)))
+
+
+def close(a, b, atol=1e-9):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=atol)
+
+
+# ------------------------------------------------------------------ fuse
+
+
+@steady
+@given(beliefs(), beliefs())
+def test_fuse_commutes(a, b):
+    close(fuse(a, b), fuse(b, a))
+
+
+@steady
+@given(beliefs(), beliefs(), beliefs())
+def test_fuse_is_associative(a, b, c):
+    close(fuse(fuse(a, b), c), fuse(a, fuse(b, c)))
+
+
+@steady
+@given(beliefs(), beliefs())
+def test_fused_mean_lies_between_and_precision_does_not_fall(a, b):
+    fused = fuse(a, b)
+    low, high = sorted([a.mean.item(), b.mean.item()])
+    assert low - 1e-9 <= fused.mean <= high + 1e-9
+    assert fused.log_precision >= max(a.log_precision, b.log_precision)
+
+
+def test_no_information_changes_nothing():
+    a = Belief.of(f64([1.0, -3.0]), precision=f64([2.5, 0.1]))
+    nothing = Belief(f64([7.0, 9.0]), f64([-torch.inf] * 2))
+    assert torch.equal(fuse(a, nothing).mean, a.mean)
+    assert torch.equal(fuse(a, nothing).log_precision, a.log_precision)
+
+
+def test_fuse_broadcasts_one_precision_per_token():
+    a = Belief(torch.zeros(2, 5, 3), torch.zeros(2, 5, 1))
+    b = Belief(torch.ones(2, 5, 3), torch.full((3,), math.log(3.0)))
+    fused = fuse(a, b)
+    torch.testing.assert_close(fused.mean, torch.full((2, 5, 3), 0.75))
+    torch.testing.assert_close(fused.precision, torch.full((2, 5, 3), 4.0))
+
+
+def test_fuse_gradients():
+    inputs = [
+        torch.randn(3, dtype=torch.float64, requires_grad=True)
+        for _ in range(4)
+    ]
+    assert torch.autograd.gradcheck(
+        lambda m, a, n, b: tuple(fuse(Belief(m, a), Belief(n, b))), inputs
+    )
+
+
+# -------------------------------------------------------------- discount
+
+
+@steady
+@given(LOGS, LOGS)
+def test_discount_stays_below_both_bounds(log_precision, log_q):
+    after = discount(f64(log_precision), f64(log_q))
+    assert after <= log_precision + 1e-12
+    assert after <= -log_q + 1e-12
+
+
+@steady
+@given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5))
+def test_two_discounts_are_one_with_the_sum(log_precision, log_q, log_p):
+    twice = discount(discount(f64(log_precision), f64(log_q)), f64(log_p))
+    once = discount(
+        f64(log_precision), torch.logaddexp(f64(log_q), f64(log_p))
+    )
+    torch.testing.assert_close(twice, once, rtol=1e-12, atol=1e-12)
+
+
+def test_discount_values_and_limits():
+    after = discount(f64(2.5).log(), f64(0.7).log())
+    torch.testing.assert_close(after.exp(), f64(1 / (1 / 2.5 + 0.7)))
+    assert discount(f64(1.2), f64(-torch.inf)) == 1.2
+    assert discount(f64(-torch.inf), f64(0.3)) == -torch.inf
+
+
+def test_discount_gradients():
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(discount, (x, q))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_float32_agrees_with_float64(scale):
+    λ = f64([0.3, 2.5, 70.0]) * scale
+    b = f64([3.0, 0.25, 71.0]) * scale
+    m, n = f64([1.0, -2.0, 0.5]), f64([0.0, 4.0, 8.0])
+    exact = fuse(Belief(m, λ.log()), Belief(n, b.log()))
+    single = fuse(
+        Belief(m.float(), λ.log().float()), Belief(n.float(), b.log().float())
+    )
+    torch.testing.assert_close(
+        single.mean.double(), exact.mean, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        single.log_precision.double(),
+        exact.log_precision,
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+# ---------------------------------------------------------------- Belief
+
+
+def test_three_ways_to_make_one():
+    mean, variance = f64([1.0, 2.0]), f64([2.5, 0.01])
+    ways = [
+        Belief.of(mean, variance=variance),
+        Belief.of(mean, precision=1 / variance),
+        Belief.of(mean, log_precision=-variance.log()),
+    ]
+    for belief in ways:
+        torch.testing.assert_close(belief.variance, variance)
+        torch.testing.assert_close(belief.precision, 1 / variance)
+    assert Belief.of(mean, precision=4.0).log_precision.dtype == mean.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_precision_is_never_half(dtype):
+    x = torch.tensor([1.0, 2.0], dtype=dtype)
+    belief = Belief.of(x, precision=x)
+    assert belief.mean.dtype == dtype
+    assert belief.log_precision.dtype == torch.float32
+    assert wide(x).dtype == torch.float32
+    assert wide(x.double()).dtype == torch.float64
+
+
+def test_log_token_precision_is_the_arithmetic_mean():
+    λ = torch.rand(2, 3, 8, dtype=torch.float64) * 5 + 0.1
+    belief = Belief(torch.zeros(2, 3, 8).double(), λ.log())
+    torch.testing.assert_close(belief.log_token_precision.exp(), λ.mean(-1))
+    one = Belief(torch.zeros(2, 3, 8).double(), λ[..., :1].log())
+    assert torch.equal(one.log_token_precision, λ[..., 0].log())
+
+
+@pytest.mark.parametrize(
+    ("given_", "error", "says"),
+    [
+        ({}, TypeError, "got none"),
+        ({"precision": 1.0, "variance": 2.0}, TypeError, "exactly one"),
+        ({"precision": -1.0}, ValueError, "precision: expected positive"),
+        ({"precision": 0.0}, ValueError, "precision: expected positive"),
+        ({"variance": math.nan}, ValueError, "variance: expected finite"),
+        ({"variance": math.inf}, ValueError, "variance: expected finite"),
+        ({"log_precision": math.nan}, ValueError, "log_precision"),
+        ({"precision": torch.ones(7)}, ValueError, "precision: shape"),
+    ],
+)
+def test_bad_beliefs_are_named(given_, error, says):
+    with pytest.raises(error, match=says):
+        Belief.of(torch.zeros(2, 3), **given_)
+
+
+def test_bad_means_are_named():
+    with pytest.raises(ValueError, match="mean: expected finite"):
+        Belief.of(torch.tensor([1.0, math.nan]), precision=1.0)
+    with pytest.raises(TypeError, match="mean: expected a floating dtype"):
+        Belief.of(torch.tensor([1, 2]), precision=1.0)

@@ -1,0 +1,110 @@
+"""What bad input is told: the argument, what was given, what is expected."""
+
+import pytest
+import torch
+
+from bft_ref import Belief, checks
+
+GOOD = torch.tensor([0.5, 2.5])
+
+
+def test_good_values_are_handed_back():
+    for check in [
+        checks.floating,
+        checks.finite,
+        checks.log_precision,
+        checks.positive,
+        checks.not_negative,
+    ]:
+        assert check("x", GOOD) is GOOD
+    assert checks.shape("x", GOOD, [2]) is GOOD
+    assert checks.shape("x", GOOD, ["n"]) is GOOD
+    assert checks.number("x", 2.5, 0.0) == 2.5
+    assert checks.choice("x", "a", "ab") == "a"
+    assert checks.mask("x", GOOD > 1, (3, 2)).dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    "check",
+    [checks.floating, checks.finite, checks.log_precision, checks.positive,
+     checks.not_negative],
+)
+def test_dtypes_are_named(check):
+    with pytest.raises(TypeError, match=r"^tau: .*int64.*tau\.float\(\)"):
+        check("tau", torch.tensor([1]))
+    with pytest.raises(TypeError, match="^tau: expected a tensor, got list"):
+        check("tau", [1.0])
+    with pytest.raises(TypeError, match="^tau: .*complex64"):
+        check("tau", torch.tensor([1j]))
+
+
+@pytest.mark.parametrize(
+    "check,bad,words",
+    [
+        (checks.finite, torch.nan, "finite values.* 1 of 2"),
+        (checks.finite, -torch.inf, "finite values.* 1 of 2"),
+        (checks.log_precision, torch.nan, "below infinity"),
+        (checks.log_precision, torch.inf, "below infinity"),
+        (checks.positive, 0.0, "positive values, got a minimum of 0"),
+        (checks.positive, -2.5, "positive.*-2.5"),
+        (checks.positive, torch.nan, "finite"),
+        (checks.not_negative, -1e-30, ">= 0.*-1e-30"),
+    ],
+)
+def test_values_are_named(check, bad, words):
+    with pytest.raises(ValueError, match="^tau: expected .*" + words):
+        check("tau", torch.tensor([1.0, bad]))
+
+
+def test_no_information_is_a_log_precision():
+    checks.log_precision("x", torch.tensor([-torch.inf]))
+    checks.not_negative("x", torch.zeros(1))
+
+
+def test_shapes_are_named():
+    with pytest.raises(ValueError, match=r"^x: .*\(B, 3, \*\), got \(2,\)"):
+        checks.shape("x", GOOD, ["B", 3, None])
+    with pytest.raises(ValueError, match=r"^x: expected shape \(3\)"):
+        checks.shape("x", GOOD, [3])
+    checks.broadcastable("x", GOOD, "y", torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"^x: .*\(2,\).*y.*\(4, 3\)"):
+        checks.broadcastable("x", GOOD, "y", torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(
+    "mask,kind,words",
+    [
+        (torch.ones(2).int(), TypeError, r"int32.*m\.bool\(\)"),
+        ([True], TypeError, "list"),
+        (torch.ones(5, 3, 2).bool(), ValueError, r"\(3, 2\).*\(5, 3, 2\)"),
+        (torch.ones(3).bool(), ValueError, r"got \(3,\)"),
+        (torch.tensor([0.0, torch.nan]), ValueError, "NaN or"),
+        (torch.tensor([0.0, torch.inf]), ValueError, "NaN or"),
+    ],
+)
+def test_masks_are_named(mask, kind, words):
+    with pytest.raises(kind, match="^m: expected .*" + words):
+        checks.mask("m", mask, (3, 2))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 2.5, torch.nan, torch.inf])
+def test_numbers_are_named(value):
+    with pytest.raises(ValueError, match=r"^q: .*\(0, 2\], got "):
+        checks.number("q", value, 0.0, 2.0)
+    if value != 2.5:
+        with pytest.raises(ValueError, match=r"^q: .*\(0, inf\), got "):
+            checks.number("q", value, 0.0)
+    with pytest.raises(TypeError, match="^q: expected a number, got str"):
+        checks.number("q", "1", 0.0)
+
+
+def test_values_are_not_read_under_vmap_or_on_meta_tensors():
+    torch.func.vmap(lambda x: checks.finite("x", x))(GOOD)
+    checks.positive("x", torch.ones(2, device="meta"))
+
+
+def test_beliefs_from_numbers_keep_their_digits():
+    mean = torch.zeros(2, dtype=torch.float64)
+    for name, expected in [("precision", 0.1), ("variance", 10.0)]:
+        found = Belief.of(mean, **{name: 0.1}).precision
+        assert found.tolist() == pytest.approx(expected, rel=1e-15)

@@ -1,0 +1,361 @@
+"""Readers, splits, downloads and the generator, on files made here."""
+
+import gzip
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bft_ref import data
+from bft_ref.data import public
+from bft_ref.data.sequences import Sequences
+
+
+def lists(sequences):
+    return [sequences[u].tolist() for u in range(len(sequences))]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_s3rec_reads_every_item(write):
+    path = write("a.txt", "u1 1 2 3 2\nu2 4 1\n")
+    found = data.read_s3rec(path)
+    assert lists(found) == [[1, 2, 3, 2], [4, 1]]
+    assert (found.n_items, list(found.users)) == (4, ["u1", "u2"])
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found.frequency.tolist() == [0, 2, 2, 1, 1]
+    assert found.density == pytest.approx(6 / 8)
+
+
+@pytest.mark.parametrize(
+    "text, error, line",
+    [
+        ("a 1 2\na 3\n", data.DuplicateError, 2),
+        ("a 1 2\nb\n", data.EmptyUserError, 2),
+        ("a 1 2\n\nb 1\n", data.MalformedLineError, 2),
+        ("a 1 2\nb 1 x\n", data.MalformedLineError, 2),
+        ("a 1 2\nb 0 1\n", data.ItemRangeError, 2),
+        ("a 1 2\nb 1 -3\n", data.ItemRangeError, 2),
+        ("a 1 2\nb 1 6\n", data.ItemRangeError, 2),
+    ],
+)
+def test_s3rec_faults_name_file_and_line(write, text, error, line):
+    path = write("bad.txt", text)
+    with pytest.raises(error, match=rf"bad\.txt, line {line}: ") as caught:
+        data.read_s3rec(path, n_items=5)
+    assert caught.value.line == line
+
+
+def test_letter_shifts_ids_by_one(write):
+    found = data.read_letter(write("x.inter.json", '{"0": [0, 2], "1": [1]}'))
+    assert lists(found) == [[1, 3], [2]]
+
+
+@pytest.mark.parametrize(
+    "text, error, said",
+    [
+        ('{"0": [0],\n"1": [1}', data.MalformedLineError, "line 2"),
+        ('{"0": [0], "0": [1]}', data.DuplicateError, "user 0"),
+        ('{"7": []}', data.EmptyUserError, "user 7"),
+        ('{"7": [1.5]}', data.MalformedLineError, "user 7"),
+        ('{"7": [-1]}', data.ItemRangeError, "item id -1"),
+        ('{"7": [3]}', data.ItemRangeError, "item id 3"),
+        ("[1, 2]", data.MalformedLineError, "expected an object"),
+    ],
+)
+def test_letter_faults(write, text, error, said):
+    with pytest.raises(error, match=said):
+        data.read_letter(write("x.inter.json", text), n_items=3)
+
+
+def test_movielens_sorts_by_time_and_keeps_the_order_of_ties(write):
+    rows = ["1\t50\t5\t300", "1\t40\t3\t100", "2\t50\t1\t7"]
+    ties = ["1\t60\t3\t200", "1\t30\t3\t200", "1\t70\t3\t200"]
+    found = data.read_movielens(write("u.data", "\n".join(rows + ties)))
+    names = [[found.labels[i] for i in row] for row in lists(found)]
+    assert names == [["40", "60", "30", "70", "50"], ["50"]]
+    assert found.times.tolist() == [100, 200, 200, 200, 300, 7]
+
+
+@pytest.mark.parametrize(
+    "text, error, line",
+    [
+        ("1\t2\t3\t4\n1\t2\t3\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\tnoon\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\tnan\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n\t3\t3\t4\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\t4\n1\t2\t5\t4", data.DuplicateError, 3),
+        ("1\t2\t3\t4\n1\t3\t3\t4\n1\t4\t3\t4", data.ItemRangeError, 3),
+    ],
+)
+def test_movielens_faults(write, text, error, line):
+    with pytest.raises(error, match=f"line {line}"):
+        data.read_movielens(write("u.data", text), n_items=2)
+
+
+def test_an_empty_file_is_an_error(write):
+    with pytest.raises(data.EmptyUserError, match="no interactions"):
+        data.read_movielens(write("u.data", ""))
+
+
+def test_recbole_goes_by_the_header(write):
+    text = (
+        "timestamp:float\titem_id:token\tuser_id:token\n"
+        "20\tb\tx\n10\ta\tx\n5\tb\ty\n"
+    )
+    found = data.read_recbole(write("d.inter", text))
+    assert lists(found) == [[2, 1], [1]]
+    assert list(found.labels) == ["", "b", "a"]
+
+
+def test_recbole_without_time_keeps_the_file_order(write):
+    text = "user_id:token\titem_id:token\nx\tb\ny\tb\nx\ta\n"
+    found = data.read_recbole(write("d.inter", text))
+    assert lists(found) == [[1, 2], [1]] and found.times is None
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("user_id:token\trating:float\nx\t3\n", "line 1.*lacks item_id"),
+        ("", "line 1.*lacks item_id, user_id"),
+        ("user_id:token\titem_id:token\nx\tb\tc\n", "line 2.*2 fields"),
+    ],
+)
+def test_recbole_faults(write, text, said):
+    with pytest.raises(data.MalformedLineError, match=said):
+        data.read_recbole(write("d.inter", text))
+
+
+def reviews(rows):
+    names = ("reviewerID", "asin", "unixReviewTime")
+    return "".join(
+        json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows
+    )
+
+
+def test_amazon_keeps_the_core_and_counts_what_it_drops(tmp_path):
+    rows = [(u, i, 10 * t) for u in "ab" for t, i in enumerate("xyz")]
+    rows += [("c", "x", 1), ("a", "rare", 5)]
+    path = tmp_path / "r.json.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(reviews(rows))
+    found = data.read_amazon(path, core=2)
+    assert lists(found) == [[1, 2, 3], [1, 2, 3]]
+    assert list(found.labels) == ["", "x", "y", "z"]
+    assert found.notes == {"core": 2, "core_dropped": 2}
+    assert len(found.items) + found.notes["core_dropped"] == len(rows)
+
+
+def test_amazon_duplicates_are_an_error_unless_asked(write):
+    path = write("r.json", reviews([("a", "x", 1), ("a", "x", 1)]))
+    with pytest.raises(data.DuplicateError, match="line 2.*on line 1"):
+        data.read_amazon(path, core=1)
+    kept = data.read_amazon(path, core=1, duplicates="keep")
+    assert lists(kept) == [[1, 1]]
+    dropped = data.read_amazon(path, core=1, duplicates="drop")
+    assert lists(dropped) == [[1]]
+    assert dropped.notes["duplicates_dropped"] == 1
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"asin": "x"}', "3"])
+def test_amazon_faults(write, line):
+    path = write("r.json", reviews([("a", "x", 1)]) + line + "\n")
+    with pytest.raises(data.MalformedLineError, match="line 2"):
+        data.read_amazon(path)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 6), max_size=8), min_size=1, max_size=8),
+    st.integers(1, 3),
+)
+def test_k_core_is_the_largest_such_part(rows, k):
+    sequences = Sequences.of(rows, n_items=6)
+    kept = [list(row) for row in rows]
+    while True:  # one user or item at a time, in the order of a reader's loop
+        flat = [i for row in kept for i in row]
+        next_ = [
+            [i for i in row if flat.count(i) >= k] if len(row) >= k else []
+            for row in kept
+        ]
+        if next_ == kept:
+            break
+        kept = next_
+    kept = [row for row in kept if row]
+    if not kept:
+        with pytest.raises(ValueError, match="core"):
+            data.k_core(sequences, k)
+        return
+    names = sorted({i for row in kept for i in row})
+    expected = [[names.index(i) + 1 for i in row] for row in kept]
+    assert lists(data.k_core(sequences, k)) == expected
+
+
+def test_split_leaves_the_last_two_out():
+    sequences = Sequences.of([[1, 2, 3, 4], [5, 6], [6, 1, 2]])
+    validation = sequences.split()
+    assert lists(validation.training) == [[1, 2], [5, 6], [6]]
+    assert lists(validation.history) == [[1, 2], [6]]
+    assert validation.target.tolist() == [3, 1]
+    assert validation.users.tolist() == [0, 2]
+    assert validation.frequency.tolist() == [0, 1, 1, 0, 0, 1, 2]
+    test = sequences.split("test")
+    assert lists(test.training) == lists(validation.training)
+    assert lists(test.history) == [[1, 2, 3], [6, 1]]
+    assert test.target.tolist() == [4, 2]
+    with pytest.raises(ValueError, match="part"):
+        sequences.split("train")
+
+
+def test_sequences_refuse_contradictions():
+    items = np.array([1, 2])
+    with pytest.raises(ValueError, match="offsets"):
+        Sequences(items, np.array([0, 3]), n_items=2)
+    with pytest.raises(ValueError, match="items"):
+        Sequences(items, np.array([0, 2]), n_items=1)
+    with pytest.raises(ValueError, match="times"):
+        Sequences(items, np.array([0, 2]), 2, times=np.zeros(3))
+    with pytest.raises(IndexError, match="user"):
+        Sequences.of([[1]])[1]
+
+
+def test_fetch_prefers_the_folder_and_checks_it(tmp_path, monkeypatch):
+    below = tmp_path / "deep"
+    below.mkdir()
+    path = below / public.DATASETS["beauty"].file
+    path.write_text("1 1 2 3\n")
+    with pytest.raises(ValueError, match="sha256"):
+        data.fetch("beauty", tmp_path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    changed = data.Dataset(path.name, "http://x", digest, "s3rec", "")
+    monkeypatch.setitem(public.DATASETS, "beauty", changed)
+    assert data.fetch("beauty", tmp_path) == path
+    monkeypatch.setenv("BFT_DATA", str(tmp_path))
+    loaded = data.load("beauty")
+    assert (loaded.name, lists(loaded)) == ("beauty", [[1, 2, 3]])
+
+
+def test_fetch_downloads_and_checks(tmp_path, monkeypatch):
+    source = tmp_path / "served.txt"
+    source.write_text("1 1 2 3\n")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    cache = tmp_path / "cache"
+    monkeypatch.delenv("BFT_DATA", raising=False)
+    monkeypatch.setattr(public.pooch, "os_cache", lambda _: cache)
+
+    def served(url, output, pooch_, **_):
+        with open(output, "wb") as file:
+            file.write(source.read_bytes())
+
+    monkeypatch.setattr(
+        "pooch.core.choose_downloader", lambda *_, **__: served
+    )
+    for known, fails in [(digest, False), ("0" * 64, True)]:
+        changed = data.Dataset(
+            "x.txt", f"http://x/{known}", known, "s3rec", ""
+        )
+        monkeypatch.setitem(public.DATASETS, "toys", changed)
+        if fails:
+            with pytest.raises(data.DataUnavailableError, match="hash"):
+                data.fetch("toys")
+        else:
+            assert data.fetch("toys").read_text() == "1 1 2 3\n"
+
+
+def test_offline_is_said_clearly(tmp_path, monkeypatch):
+    monkeypatch.setattr(public.pooch, "os_cache", lambda _: tmp_path / "c")
+    nowhere = data.Dataset(
+        "x.txt", "http://127.0.0.1:9/x.txt", "0" * 64, "s3rec", ""
+    )
+    monkeypatch.setitem(public.DATASETS, "toys", nowhere)
+    with pytest.raises(data.DataUnavailableError) as caught:
+        data.fetch("toys", tmp_path)
+    for said in ("toys", "x.txt", str(tmp_path), "127.0.0.1:9", "BFT_DATA"):
+        assert said in str(caught.value)
+
+
+def test_load_says_what_it_cannot_find(tmp_path):
+    with pytest.raises(ValueError, match="name"):
+        data.fetch("nothing")
+    with pytest.raises(FileNotFoundError, match="beauty"):
+        data.load(tmp_path / "nothing.txt")
+    path = tmp_path / "odd.xyz"
+    path.write_text("1 1 2\n")
+    with pytest.raises(ValueError, match="format"):
+        data.load(path)
+    assert lists(data.load(path, format="s3rec")) == [[1, 2]]
+    with pytest.raises(ValueError, match="format"):
+        data.load(path, format="csv")
+
+
+def test_simulation_is_deterministic_and_skewed():
+    first, again = (data.simulate(200, 60, seed=3) for _ in range(2))
+    other = data.simulate(200, 60, seed=4)
+    assert lists(first.sequences) == lists(again.sequences)
+    assert lists(first.sequences) != lists(other.sequences)
+    lengths = first.sequences.lengths
+    assert lengths.min() >= 5 and lengths.max() <= 20
+    for row in lists(first.sequences):
+        assert len(set(row)) == len(row)
+    flat = data.simulate(200, 60, seed=3, popularity=0.0)
+    top = [
+        np.sort(s.sequences.frequency)[-6:].sum() / len(s.sequences.items)
+        for s in (first, flat)
+    ]
+    assert top[0] > top[1] + 0.05
+
+
+def test_known_reliabilities_are_worth_something():
+    simulation = data.simulate(600, 150, seed=1, noise=(0.05, 20.0))
+    split = simulation.sequences.split()
+
+    def hits(variance):
+        scores = simulation.oracle(split.history, variance=variance)
+        for u in range(len(scores)):
+            scores[u, split.history[u]] = -np.inf
+        own = scores[np.arange(len(scores)), split.target]
+        return float(((scores > own[:, None]).sum(1) < 10).mean())
+
+    truth = hits(None)
+    equal = hits(np.full_like(simulation.variance, 1.0))
+    assert truth > equal + 0.02
+    assert truth > 3 * 10 / 150
+
+
+def test_a_reliable_item_tells_more_about_the_state():
+    simulation = data.simulate(50, 40, seed=2)
+    order = np.argsort(simulation.variance[1:]) + 1
+    sharp, vague = order[0], order[-1]
+    one = Sequences.of([[sharp], [vague]], n_items=40)
+    popularity = simulation.popularity[1:]
+    scores = simulation.oracle(one)[:, 1:] - np.log(popularity)
+    spread = scores.std(1)
+    assert spread[0] > spread[1]
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ({"n_users": 0}, "n_users"),
+        ({"n_items": 0}, "n_items"),
+        ({"length": (5, 4)}, "length"),
+        ({"length": (1, 500)}, "length"),
+        ({"noise": (0.0, 1.0)}, "noise"),
+        ({"drift": 0.0}, "drift"),
+        ({"pull": 1.0}, "pull"),
+    ],
+)
+def test_simulation_names_the_bad_argument(given, name):
+    with pytest.raises(ValueError, match=name):
+        data.simulate(**given)
