@@ -76,7 +76,7 @@ class Belief(NamedTuple):
 
     @property
     def log_token_precision(self) -> Tensor:
-        """log λ̄, (...): the arithmetic mean of λ over features (our choice)."""
+        """log λ̄, (...): the mean of λ over features (our choice)."""
         features = self.log_precision.shape[-1]
         if features == 1:
             return self.log_precision.squeeze(-1)

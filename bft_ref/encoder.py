@@ -25,6 +25,9 @@ class BFTEncoder(nn.Module):
     weights kept as they are in the copies, as PyTorch does; ``norm``, a final
     module on the mean; ``initial_precision`` τ > 0 in 1/state²;
     ``checkpointing`` recomputes each layer in the backward pass.
+    The last layer's Q reaches the output
+    precision only: a loss on the mean alone gives it no gradient, so DDP
+    needs ``find_unused_parameters=True``.
     Equation (9.5).
     """
 
@@ -69,6 +72,9 @@ class BFTEncoder(nn.Module):
         Takes over sizes, activation, norm order and dropout. How visible the
         patch is at first is set by ``initial_precision`` and
         ``config.process_noise``: a patch that cannot be seen cannot learn.
+        With the unit prior, τ → 0 and Q → ∞ a pre-norm encoder is the plain
+        one. Post-norm gains tend to 1 too, but there λ̄ stays unequal, and in
+        the weights, as each norm divides by a token's own scale after Q.
         Raises: TypeError for anything but nn.TransformerEncoder.
         """
         if not isinstance(encoder, nn.TransformerEncoder):

@@ -119,7 +119,7 @@ def local_level_filter(
                 term = -0.5 * (log_2pi + log_f + scaled)
         rows.append((*belief, *filtered, k, term))
         belief = filtered
-        if filtered.log_precision > -torch.inf:  # else a NaN gradient
+        if filtered.log_precision > -torch.inf:  # else NaN in Hessians
             log_precision = discount(filtered.log_precision, log_q)
             belief = Belief(filtered.mean, log_precision)
     m0, l0, m1, l1, k, log_p = map(torch.stack, zip(*rows, strict=True))

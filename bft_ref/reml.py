@@ -48,7 +48,8 @@ def posterior_scale(
     """
     checks.number("prior_dof", prior_dof, 0.0)
     d, n, s0 = wide(dispersion), wide(n_eff).clamp(min=1.0), wide(prior_scale)
-    return (prior_dof * s0 + n * d) / (prior_dof + n - 1)
+    dof = prior_dof + n - 1
+    return prior_dof / dof * s0 + n / dof * d
 
 
 def observation_variance(
@@ -73,7 +74,7 @@ def observation_variance(
     s2 = posterior_scale(dispersion, n_eff, prior_scale, prior_dof)
     n = wide(n_eff).clamp(min=1.0)
     if reading == "prediction":
-        s2 = s2 * (n + 1) / n
+        s2 = s2 * ((n + 1) / n)
     elif reading == "mean":
         s2 = s2 / n
     return s2.clamp(min=torch.finfo(s2.dtype).tiny)

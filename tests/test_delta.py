@@ -72,6 +72,7 @@ class Net:
             self.b_out,
             self.activation,
             self.gated,
+            norm=norm,
         )
         return ffn, norm
 

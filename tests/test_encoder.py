@@ -40,12 +40,14 @@ LIMIT = BFTConfig(prior_scale="unit", process_noise=1e16)
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "first,layers,final",
+    [(True, 3, False), (True, 3, True), (False, 1, False), (False, 1, True)],
+)
 def test_from_torch_is_the_plain_encoder_in_the_limit(
-    first, final, padding, granularity
+    first, layers, final, padding, granularity
 ):
-    plain = plain_encoder(first, final)
+    plain = plain_encoder(first, final, layers=layers)
     config = BFTConfig(
         granularity=granularity, prior_scale="unit", process_noise=1e16
     )
@@ -61,6 +63,27 @@ def test_from_torch_is_the_plain_encoder_in_the_limit(
     expected = plain(x, src_key_padding_mask=hidden)
     found = ours(x, src_key_padding_mask=hidden)
     torch.testing.assert_close(found[shown], expected[shown])
+
+
+def test_the_limit_of_a_post_norm_stack_keeps_unequal_precisions():
+    """K → 1, but each norm divides by a token's own scale, after Q.
+
+    So λ̄ differs between tokens from the second layer on, and the stack
+    equals plain attention with log λ̄ added to the scores.
+    """
+    plain = plain_encoder(False, layers=2)
+    ours = BFTEncoder.from_torch(plain, LIMIT, initial_precision=1e-16)
+    x = make_belief().mean
+    found, traces = ours(x, trace=True)
+    for trace in traces:
+        torch.testing.assert_close(trace.gain, torch.ones_like(trace.gain))
+    assert (found - plain(x)).abs().max() > 0.05
+    first = ours.layers[0](Belief(x, torch.full_like(x, -36.8)))
+    log = first.log_token_precision
+    assert (log - log[:, :1]).abs().max() > 0.1
+    bias = log.repeat_interleave(HEADS, 0)[:, None].expand(-1, 5, -1)
+    second = plain.layers[1](plain.layers[0](x), bias)
+    torch.testing.assert_close(found, second, rtol=1e-6, atol=1e-6)
 
 
 def test_from_torch_in_the_limit_with_a_causal_mask_and_batch_second():

@@ -30,6 +30,15 @@ def build(source: Path, builder: str = "html") -> int:
     return status
 
 
+def archive(source: Path) -> str:
+    """Zip the built site, as one folder named bft-book; the file's path."""
+    out = source / "_build"
+    shutil.rmtree(out / "archive", ignore_errors=True)
+    shutil.copytree(out / "html", out / "archive" / "bft-book")
+    name = str(out / "bft-book")
+    return shutil.make_archive(name, "zip", out / "archive", "bft-book")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", nargs="?", type=Path, default=ROOT)
@@ -40,14 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     source = args.source.resolve()
     if args.archive:
-        print(
-            shutil.make_archive(
-                str(source / "_build" / "bft-book"),
-                "zip",
-                source / "_build",
-                "html",
-            )
-        )
+        print(archive(source))
         return 0
     status = build(source, args.builder)
     if status == 0 and args.builder == "html":

@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import nbformat
@@ -250,3 +252,24 @@ def test_requirements_are_what_is_installed(root: Path):
     wanted |= pins(root / "requirements.txt")
     here = {name: version(name).split("+")[0] for name in wanted}
     assert here == wanted
+
+
+def test_the_archive_is_one_folder_with_the_whole_site(small_book, build):
+    assert build(small_book).returncode == 0
+    subprocess.run(
+        [
+            sys.executable,
+            small_book / "book" / "site" / "build.py",
+            "--archive",
+        ],
+        check=True,
+    )
+    built = small_book / "_build"
+    with zipfile.ZipFile(built / "bft-book.zip") as packed:
+        inside = {name for name in packed.namelist() if name[-1] != "/"}
+    assert inside == {
+        f"bft-book/{path.relative_to(built / 'html').as_posix()}"
+        for path in (built / "html").rglob("*")
+        if path.is_file()
+    }
+    assert "bft-book/_static/mathjax/tex-svg.js" in inside
