@@ -15,7 +15,6 @@ Interchangeable ways behind one function, all tested equal to the reference:
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bft_ref import checks
@@ -64,9 +63,7 @@ def attend(
             feature_weights,
             [query.shape[1], value.shape[-1]],
         )
-    checks.choice(
-        "implementation", implementation, ("auto", *IMPLEMENTATIONS)
-    )
+    checks.choice("implementation", implementation, ("auto", *IMPLEMENTATIONS))
     padding = _key_bias(key_padding_mask, key)
     needs_weights = [
         name
@@ -140,7 +137,9 @@ def _key_bias(mask: Tensor | None, key: Tensor) -> Tensor | None:
         return bias.masked_fill(mask, -torch.inf)
     hidden = mask <= torch.finfo(mask.dtype).min
     # a finite bias stays far above that of a hidden key
-    return (bias + wide(mask).clamp(min=HIDDEN / 10)).masked_fill(hidden, -torch.inf)
+    return (bias + wide(mask).clamp(min=HIDDEN / 10)).masked_fill(
+        hidden, -torch.inf
+    )
 
 
 def _first_seen(value: Tensor, padding: Tensor | None) -> Tensor:
@@ -148,13 +147,23 @@ def _first_seen(value: Tensor, padding: Tensor | None) -> Tensor:
     if padding is None:
         return value[:, :, :1].detach()
     first = (padding > -torch.inf).int().argmax(-1)
-    index = first[:, None, None, None].expand(-1, value.shape[1], 1, value.shape[-1])
+    index = first[:, None, None, None].expand(
+        -1, value.shape[1], 1, value.shape[-1]
+    )
     return value.detach().gather(2, index)
 
 
 def _materialised(
-    query, key, value, log_precision, padding, attn_mask, *, n_eff_gradient,
-    keep_weights, **options,
+    query,
+    key,
+    value,
+    log_precision,
+    padding,
+    attn_mask,
+    *,
+    n_eff_gradient,
+    keep_weights,
+    **options,
 ) -> Kriging:
     if padding is not None:
         seen = (padding > -torch.inf)[:, None, None]
@@ -188,7 +197,7 @@ def _by_columns(
     feature_weights,
 ) -> Kriging:
     """Everything as value columns of one fused pass, n_eff by a second."""
-    heads, features = query.shape[1], query.shape[-1]
+    heads = query.shape[1]
     groups = heads // key.shape[1]
     key, value, center = (
         x.repeat_interleave(groups, 1) if groups > 1 else x
@@ -281,9 +290,7 @@ def _flex(query, key, bias, columns, is_causal, n_eff_gradient):
         return_lse=True,
     )
     if not n_eff_gradient:
-        query, key, bias, lse = (
-            x.detach() for x in (query, key, bias, lse)
-        )
+        query, key, bias, lse = (x.detach() for x in (query, key, bias, lse))
     _, lse2 = flex(
         query,
         key,

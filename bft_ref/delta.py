@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bft_ref import checks
 from bft_ref.belief import wide
-from bft_ref.fused import GELU, LayerNorm
+from bft_ref.fused import BENDS, LayerNorm, bend, bent_feed_forward
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -34,17 +34,28 @@ def value_and_slope(
 
     Closed forms for the common ones, forward-mode differentiation otherwise.
     """
-    if activation in (F.relu, torch.relu):
-        return F.relu(a), (a > 0).to(a.dtype)
-    if activation is F.silu:
-        s = torch.sigmoid(a)
-        return a * s, s * (1 + a * (1 - s))
     if activation is F.gelu:
-        return GELU.apply(a, None)
-    if activation in (torch.tanh, F.tanh):
-        t = torch.tanh(a)
-        return t, 1 - t * t
+        cdf = torch.special.ndtr(a)
+        density = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
+        return a * cdf, cdf + a * density
+    name = _name(activation)
+    if name is not None:
+        value, slope, _ = bend(name, a)
+        return value, slope
     return torch.func.jvp(activation, (a,), (torch.ones_like(a),))
+
+
+def _name(activation: Activation) -> str | None:
+    """The name of an activation whose second derivative is written out."""
+    named = {
+        F.gelu: "gelu",
+        F.relu: "relu",
+        torch.relu: "relu",
+        F.silu: "silu",
+        torch.tanh: "tanh",
+        F.tanh: "tanh",
+    }
+    return named.get(activation)
 
 
 class Normalised(NamedTuple):
@@ -129,43 +140,39 @@ def feed_forward(
     (d, f). Equation (7.3).
     """
     a = F.linear(x, w_in, b_in)
-    shift = None
-    if norm is not None:
-        zero = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
-        shift = zero if norm.beta is None else w_in @ norm.beta + zero
-    radial, tiled = None, w_out
-    if activation is F.gelu and not gated:
-        hidden, slope, *rest = GELU.apply(a, shift)
-        radial = rest[0] if rest else None
+    shift = None if norm is None else _constant(w_in, b_in, norm)
+    if gated:
+        g, u = a.chunk(2, -1)
+        phi, slope = value_and_slope(activation, g)
+        hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
+        tiled = torch.cat([w_out, w_out], 1)
     else:
-        if gated:
-            g, u = a.chunk(2, -1)
-            phi, slope = value_and_slope(activation, g)
-            hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
-            tiled = torch.cat([w_out, w_out], 1)
-        else:
-            hidden, slope = value_and_slope(activation, a)
-        if shift is not None:
-            radial = slope * (a - shift)
+        hidden, slope = value_and_slope(activation, a)
+        tiled = w_out
+    radial = None if shift is None else slope * (a - shift)
     hidden = torch.dropout(hidden, dropout_p, dropout_p > 0)
     output = F.linear(hidden, w_out, b_out)
     return FeedForward(output, slope, w_in, tiled, radial)
 
 
+def _constant(w_in: Tensor, b_in: Tensor | None, norm: Normalised) -> Tensor:
+    """W₁β + b₁, (f,)."""
+    bias = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
+    return bias if norm.beta is None else w_in @ norm.beta + bias
+
+
 def _through_norm(
-    ffn: FeedForward, norm: Normalised | None, exact: bool
+    w_in: Tensor, w_out: Tensor, norm: Normalised | None, exact: bool
 ) -> Tensor:
     """M (f, d) with p @ M the part of J·ς that is linear in p alone."""
-    m = ffn.w_in * ffn.w_out.mT
+    m = w_in * w_out.mT
     if norm is None:
         return m
     if norm.gamma is not None:
         m = m * norm.gamma
     if exact and norm.centred:  # A times γ: W₁γ is one fixed vector
-        gamma = ffn.w_in.sum(1) if norm.gamma is None else (
-            ffn.w_in @ norm.gamma
-        )
-        m = m - gamma[:, None] * ffn.w_out.mT / m.shape[1]
+        fixed = w_in.sum(1) if norm.gamma is None else w_in @ norm.gamma
+        m = m - fixed[:, None] * w_out.mT / m.shape[1]
     return m
 
 
@@ -183,8 +190,8 @@ def jacobian_diag(
     Units: none. Equations (7.4)–(7.6); the diagonal is the paper's, the
     closed forms are ours.
     """
-    first = ffn.slope @ _through_norm(ffn, norm, exact).to(ffn.slope.dtype)
-    first = wide(first)
+    m = _through_norm(ffn.w_in, ffn.w_out, norm, exact)
+    first = wide(ffn.slope @ m.to(ffn.slope.dtype))
     if norm is None:
         return first
     if exact:
@@ -201,7 +208,7 @@ def jacobian_trace(
     Only the exact norm term costs a product with W₂. Equation (7.9).
     """
     d = ffn.w_in.shape[1]
-    column = _through_norm(ffn, norm, exact).sum(1)
+    column = _through_norm(ffn.w_in, ffn.w_out, norm, exact).sum(1)
     trace = wide(ffn.slope @ column.to(ffn.slope.dtype)).unsqueeze(-1)
     if norm is None:
         return trace / d
@@ -210,6 +217,65 @@ def jacobian_trace(
         radial = (wide(back) * wide(ffn.radial)).sum(-1, True)
         trace = trace - radial / d
     return trace / norm.scale / d
+
+
+def feed_forward_jacobian(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    activation: Activation,
+    gated: bool = False,
+    dropout_p: float = 0.0,
+    norm: Normalised | None = None,
+    exact: bool = True,
+    token: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The output, and :func:`jacobian_diag` or (``token``) the trace.
+
+    Shapes: ``x`` (..., d), weights as :func:`feed_forward` → (..., d), and
+    (..., d) or (..., 1). On a CPU, for the activations in ``BENDS``, one pass
+    that keeps nothing but W₁x + b₁.
+    """
+    exact = exact and norm is not None
+    name = None if gated else _name(activation)
+    plain = x.device.type != "cpu" or x.dtype != w_in.dtype
+    if name is None or plain or torch.is_autocast_enabled(x.device.type):
+        ffn = feed_forward(
+            x,
+            w_in,
+            b_in,
+            w_out,
+            b_out,
+            activation,
+            gated,
+            dropout_p,
+            norm if exact else None,
+        )
+        jacobian = jacobian_trace if token else jacobian_diag
+        return ffn.output, jacobian(ffn, norm, exact)
+    columns = _through_norm(w_in, w_out, norm, exact)
+    if token:
+        columns = columns.sum(1, True)
+    keep = None
+    if dropout_p > 0:
+        ones = x.new_ones(x.shape[:-1].numel(), w_in.shape[0])
+        keep = torch.dropout(ones, dropout_p, True)
+    bias = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
+    shift = _constant(w_in, b_in, norm) if norm is not None and exact else None
+    output, j, radial, _ = bent_feed_forward(
+        x.flatten(0, -2), w_in, bias, w_out, columns, shift, keep, name
+    )
+    output, j = output.view(x.shape), j.view(*x.shape[:-1], -1)
+    if b_out is not None:
+        output = output + b_out
+    if norm is None:
+        return output, wide(j) / (x.shape[-1] if token else 1)
+    if exact:
+        outlier = norm.z * radial.view(x.shape) / x.shape[-1]
+        j = j - (outlier.sum(-1, True) if token else outlier)
+    return output, j / norm.scale / (x.shape[-1] if token else 1)
 
 
 def jacobian_product(

@@ -4,77 +4,159 @@ Each has its plain counterpart in :mod:`bft_ref.kriging` or
 :mod:`bft_ref.delta`, against which it is tested, gradients included.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """φ(a), φ'(a) and φ''(a), None where that is zero."""
+    if name == "relu":
+        return F.relu(a), (a > 0).to(a.dtype), None
+    if name == "tanh":
+        t = torch.tanh(a)
+        slope = 1 - t * t
+        return t, slope, -2 * t * slope
+    if name == "silu":
+        s = torch.sigmoid(a)
+        slope = s * (1 - s)
+        turned = slope * (2 + a * (1 - 2 * s))
+        return a * s, s + a * slope, turned
+    square = a * a
+    density = torch.exp(-0.5 * square) * (2 * torch.pi) ** -0.5
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(a), a)
+    return F.gelu(a), slope, density * (2 - square)
 
-PIECE = 2**15  # numbers at a time that stay in a CPU's cache
+
+BENDS = ("gelu", "relu", "silu", "tanh")
+HIDDEN_BLOCK = 2**19  # hidden units at a time on a CPU
 
 
-def _in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """An elementwise function of tensors (..., f), a few rows at a time.
+def _row_blocks(rows: int, width: int, device: torch.device):
+    step = max(HIDDEN_BLOCK // width, 64) if device.type == "cpu" else rows
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
 
-    A chain of elementwise operations on large tensors waits for memory. On a
-    GPU, and for a compiler that fuses the chain itself, all at once.
+
+@torch.library.custom_op("bft_ref::bent_feed_forward", mutates_args=())
+def bent_feed_forward(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    columns: Tensor,
+    shift: Tensor | None,
+    keep: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W₂(keep∘φ(a)), φ'(a) @ columns, W₂(φ'(a)∘(a − shift)), and a.
+
+    a = W₁x + b₁ is all that is kept for the backward pass. Shapes: ``x``
+    (R, d), ``w_in`` (f, d), ``w_out`` (d, f), ``columns`` (f, c), ``shift``
+    (f,) or None (the third result is then empty), ``keep`` (R, f) or None.
     """
-    first = tensors[0]
-    rows = max(PIECE // first.shape[-1], 1)
-    if (
-        first.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or first.numel() <= rows * first.shape[-1]
-        or not all(type(t) is Tensor for t in tensors)
-    ):
-        return function(*tensors)
-    flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
-    out = torch.empty_like(flat[0])
-    for start in range(0, len(out), rows):
-        piece = slice(start, start + rows)
-        out[piece] = function(*(t[piece] for t in flat))
-    return out.view(first.shape)
+    a = torch.addmm(b_in, x, w_in.mT)
+    y = x.new_empty(len(x), len(w_out))
+    first = x.new_empty(len(x), columns.shape[1])
+    radial = x.new_empty(y.shape if shift is not None else (0, len(w_out)))
+    for r in _row_blocks(len(x), len(w_in), x.device):
+        value, slope, _ = bend(activation, a[r])
+        y[r] = (value if keep is None else value * keep[r]) @ w_out.mT
+        first[r] = slope @ columns
+        if shift is not None:
+            radial[r] = slope.mul_(a[r] - shift) @ w_out.mT
+    return y, first, radial, a
 
 
-class GELU(torch.autograd.Function):
-    """φ(a), φ'(a) and, with a shift, φ'(a)∘(a − shift) of the exact GELU.
+@torch.library.custom_op("bft_ref::bent_feed_forward_grad", mutates_args=())
+def bent_feed_forward_grad(
+    grad_y: Tensor,
+    grad_first: Tensor,
+    grad_radial: Tensor,
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    columns: Tensor,
+    shift: Tensor | None,
+    keep: Tensor | None,
+    a: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, W₁, b₁, W₂, the columns and the shift."""
+    grad_x = torch.empty_like(x)
+    grad_w_in, grad_w_out = torch.zeros_like(w_in), torch.zeros_like(w_out)
+    grad_b_in = x.new_zeros(len(w_in))
+    grad_columns, grad_shift = torch.zeros_like(columns), grad_b_in.clone()
+    for r in _row_blocks(len(x), len(w_in), x.device):
+        value, slope, curvature = bend(activation, a[r])
+        grad_value = grad_y[r] @ w_out
+        if keep is not None:
+            value = value * keep[r]
+            grad_value.mul_(keep[r])
+        grad_w_out.addmm_(grad_y[r].mT, value)
+        grad_columns.addmm_(slope.mT, grad_first[r])
+        grad_slope = grad_first[r] @ columns.mT
+        if shift is not None:
+            distance = a[r] - shift
+            grad_product = grad_radial[r] @ w_out
+            grad_w_out.addmm_(grad_radial[r].mT, slope * distance)
+            grad_slope.addcmul_(grad_product, distance)
+            grad_value.add_(grad_product)
+            grad_shift -= (grad_product.mul_(slope)).sum(0)
+        grad_a = grad_value.mul_(slope)
+        if curvature is not None:
+            grad_a.addcmul_(grad_slope, curvature)
+        torch.mm(grad_a, w_in, out=grad_x[r])
+        grad_w_in.addmm_(grad_a.mT, x[r])
+        grad_b_in += grad_a.sum(0)
+    return (
+        grad_x,
+        grad_w_in,
+        grad_b_in,
+        grad_w_out,
+        grad_columns,
+        grad_shift,
+    )
 
-    φ' = Φ + a·pdf and φ'' = pdf·(2 − a²). Shapes: ``a`` (..., f), ``shift``
-    (f,) or None.
-    """
 
-    generate_vmap_rule = True
+@bent_feed_forward.register_fake
+def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
+    return (
+        x.new_empty(len(x), len(w_out)),
+        x.new_empty(len(x), columns.shape[1]),
+        x.new_empty(len(x) if shift is not None else 0, len(w_out)),
+        x.new_empty(len(x), len(w_in)),
+    )
 
-    @staticmethod
-    def forward(a: Tensor, shift: Tensor | None) -> tuple[Tensor, ...]:
-        slope = torch.ops.aten.gelu_backward(torch.ones_like(a), a)
-        if shift is None:
-            return F.gelu(a), slope
-        return F.gelu(a), slope, (a - shift) * slope
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, output[1])
+@bent_feed_forward_grad.register_fake
+def _(gy, gf, gr, x, w_in, w_out, columns, shift, keep, a, activation):
+    like = torch.empty_like
+    width = x.new_empty(len(w_in))
+    return like(x), like(w_in), width, like(w_out), like(columns), like(width)
 
-    @staticmethod
-    def backward(ctx, grad_value, grad_slope, grad_radial=None):
-        a, shift, slope = ctx.saved_tensors
 
-        def gradient(a, slope, grad_value, grad_slope, grad_radial=None):
-            square = a * a
-            curvature = torch.exp(-0.5 * square) * (2 - square)
-            curvature = curvature * (2 * torch.pi) ** -0.5
-            if grad_radial is not None:
-                grad_slope = torch.addcmul(grad_slope, grad_radial, a - shift)
-                grad_value = grad_value + grad_radial
-            return torch.addcmul(curvature * grad_slope, grad_value, slope)
+def _save_feed_forward(ctx, inputs, output):
+    x, w_in, _, w_out, columns, shift, keep, ctx.activation = inputs
+    a = output[-1]
+    ctx.save_for_backward(x, w_in, w_out, columns, shift, keep, a)
+    ctx.mark_non_differentiable(a)
 
-        grads = [g for g in (grad_radial,) if g is not None]
-        grad = _in_pieces(gradient, a, slope, grad_value, grad_slope, *grads)
-        if grad_radial is None:
-            return grad, None
-        return grad, -(grad_radial * slope).flatten(0, -2).sum(0)
+
+def _feed_forward_backward(ctx, grad_y, grad_first, grad_radial, _):
+    grads = bent_feed_forward_grad(
+        grad_y.contiguous(),
+        grad_first.contiguous(),
+        grad_radial.contiguous(),
+        *ctx.saved_tensors,
+        ctx.activation,
+    )
+    shift = ctx.saved_tensors[4]
+    return *grads[:5], None if shift is None else grads[5], None, None
+
+
+bent_feed_forward.register_autograd(
+    _feed_forward_backward, setup_context=_save_feed_forward
+)
 
 
 class LayerNorm(torch.autograd.Function):

@@ -368,8 +368,7 @@ class BFTLayer(nn.Module):
 
     def _closed_form(self, belief, norm):
         x = belief.mean if norm is None else norm.output.to(belief.mean.dtype)
-        exact = self.config.jacobian == "exact"
-        ffn = delta.feed_forward(
+        network = (
             x,
             self.linear1.weight,
             self.linear1.bias,
@@ -378,20 +377,22 @@ class BFTLayer(nn.Module):
             self.activation,
             self.gated,
             self.dropout_p if self.training else 0.0,
-            norm if exact else None,
         )
         if self.config.variance_rule == "row":
+            ffn = delta.feed_forward(*network)
             variance = delta.row_variance(
                 belief.log_precision,
                 self._probe(belief.mean, 0),
                 lambda vector: delta.jacobian_product(ffn, vector, norm),
             )
             return ffn.output, _log_growth(variance, belief)
-        if self.config.granularity == "token":
-            j = delta.jacobian_trace(ffn, norm, exact)
-        else:
-            j = delta.jacobian_diag(ffn, norm, exact)
-        return ffn.output, delta.log_square(1 + j)
+        step, j = delta.feed_forward_jacobian(
+            *network,
+            norm,
+            self.config.jacobian == "exact",
+            self.config.granularity == "token",
+        )
+        return step, delta.log_square(1 + j)
 
     def _estimated(self, belief):
         def function(h, dropout_p=0.0):
@@ -443,7 +444,9 @@ class BFTLayer(nn.Module):
 
     def _prior_scale(self, neighbours: Tensor, feature_weights) -> Tensor:
         """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
-        w_v = self.self_attn.in_proj_weight[-self.num_kv_heads * self.head_dim:]
+        w_v = self.self_attn.in_proj_weight[
+            -self.num_kv_heads * self.head_dim :
+        ]
         if self.norm_first and self.norm1.weight is not None:
             w_v = w_v * self.norm1.weight
         g = wide(w_v).square().sum(-1).unflatten(0, (-1, self.head_dim))
@@ -508,8 +511,10 @@ class BFTLayer(nn.Module):
             )
         log = wide(log)
         if self.config.granularity == "token" and last != 1:
-            log = -(torch.logsumexp(-log, -1, keepdim=True) - torch.log(
-                log.new_tensor(float(last))))
+            log = -(
+                torch.logsumexp(-log, -1, keepdim=True)
+                - torch.log(log.new_tensor(float(last)))
+            )
         elif self.config.granularity == "feature" and last == 1:
             log = log.expand(mean.shape)
         return Belief(mean, log)

@@ -97,8 +97,8 @@ def test_property_2_an_invisible_patch_cannot_learn():
     tau=st.floats(1e-3, 1e3), o=st.floats(1e-3, 1e3), depth=st.integers(1, 30)
 )
 def test_property_3_without_noise_the_gain_is_one_over_depth(tau, o, depth):
-    belief = Belief(torch.zeros(()).double(), torch.tensor(tau).double().log())
-    log_o = torch.tensor(o).double().log()
+    log_tau, log_o = torch.tensor([tau, o], dtype=torch.float64).log()
+    belief = Belief(torch.zeros(()).double(), log_tau)
     for ell in range(depth):
         belief, k = update(belief, torch.ones(()).double(), log_o)
         assert k.item() == pytest.approx(1 / (ell + 1 + tau / o), rel=1e-9)

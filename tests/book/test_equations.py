@@ -42,12 +42,13 @@ def test_equations_and_tests_are_the_same(tags):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_cite_equations_that_are_there(path: Path, tags):
     notebook = nbformat.read(path, as_version=4)
+    texts = [text for _, text in checks.sources(notebook, "markdown")]
+    for _, source in checks.sources(notebook, "code"):
+        texts += CITATION.findall(source)
     assert [
         complaint
-        for at, cell in enumerate(notebook.cells)
-        for complaint in checks.citation_complaints(
-            cell.source, f"cell {at}", tags
-        )
+        for text in texts
+        for complaint in checks.citation_complaints(text, path.stem, tags)
     ] == []
 
 
