@@ -40,8 +40,7 @@ def value_and_slope(
         return a * cdf, cdf + a * density
     name = _name(activation)
     if name is not None:
-        value, slope, _ = bend(name, a)
-        return value, slope
+        return bend(name, a)
     return torch.func.jvp(activation, (a,), (torch.ones_like(a),))
 
 

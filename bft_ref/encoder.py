@@ -13,7 +13,7 @@ from bft_ref.layer import BFTConfig, BFTLayer, LayerTrace
 
 
 class BFTEncoder(nn.Module):
-    """``num_layers`` copies of a layer; the counterpart of nn.TransformerEncoder.
+    """``num_layers`` copies of a layer, as nn.TransformerEncoder has them.
 
     Given a tensor it returns a tensor, given a :class:`Belief` a Belief. A
     tensor starts from the learned precision τ, ``log_initial_precision``,

@@ -8,23 +8,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """φ(a), φ'(a) and φ''(a), None where that is zero."""
+def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(a) and φ'(a)."""
     if name == "relu":
-        return F.relu(a), (a > 0).to(a.dtype), None
+        return F.relu(a), (a > 0).to(a.dtype)
     if name == "tanh":
         t = torch.tanh(a)
-        slope = 1 - t * t
-        return t, slope, -2 * t * slope
+        return t, 1 - t * t
     if name == "silu":
         s = torch.sigmoid(a)
-        slope = s * (1 - s)
-        turned = slope * (2 + a * (1 - 2 * s))
-        return a * s, s + a * slope, turned
+        value = a * s
+        return value, torch.addcmul(s, value, 1 - s)
+    return F.gelu(a), torch.ops.aten.gelu_backward(torch.ones_like(a), a)
+
+
+def curvature(
+    name: str, a: Tensor, value: Tensor, slope: Tensor
+) -> Tensor | None:
+    """φ''(a), None where it is zero almost everywhere."""
+    if name == "relu":
+        return None
+    if name == "tanh":
+        return -2 * value * slope
+    if name == "silu":  # s'(2 + a(1 − 2s)), s' = s(1 − s)
+        s = torch.sigmoid(a)
+        return s * (1 - s) * (2 + a - 2 * value)
     square = a * a
-    density = torch.exp(-0.5 * square) * (2 * torch.pi) ** -0.5
-    slope = torch.ops.aten.gelu_backward(torch.ones_like(a), a)
-    return F.gelu(a), slope, density * (2 - square)
+    density = torch.exp(-0.5 * square).mul_((2 * torch.pi) ** -0.5)
+    return density.mul_(square.neg_().add_(2))
 
 
 BENDS = ("gelu", "relu", "silu", "tanh")
@@ -59,7 +70,7 @@ def bent_feed_forward(
     first = x.new_empty(len(x), columns.shape[1])
     radial = x.new_empty(y.shape if shift is not None else (0, len(w_out)))
     for r in _row_blocks(len(x), len(w_in), x.device):
-        value, slope, _ = bend(activation, a[r])
+        value, slope = bend(activation, a[r])
         y[r] = (value if keep is None else value * keep[r]) @ w_out.mT
         first[r] = slope @ columns
         if shift is not None:
@@ -87,7 +98,8 @@ def bent_feed_forward_grad(
     grad_b_in = x.new_zeros(len(w_in))
     grad_columns, grad_shift = torch.zeros_like(columns), grad_b_in.clone()
     for r in _row_blocks(len(x), len(w_in), x.device):
-        value, slope, curvature = bend(activation, a[r])
+        value, slope = bend(activation, a[r])
+        bent = curvature(activation, a[r], value, slope)
         grad_value = grad_y[r] @ w_out
         if keep is not None:
             value = value * keep[r]
@@ -103,8 +115,8 @@ def bent_feed_forward_grad(
             grad_value.add_(grad_product)
             grad_shift -= (grad_product.mul_(slope)).sum(0)
         grad_a = grad_value.mul_(slope)
-        if curvature is not None:
-            grad_a.addcmul_(grad_slope, curvature)
+        if bent is not None:
+            grad_a.addcmul_(grad_slope, bent)
         torch.mm(grad_a, w_in, out=grad_x[r])
         grad_w_in.addmm_(grad_a.mT, x[r])
         grad_b_in += grad_a.sum(0)
@@ -139,14 +151,18 @@ def _save_feed_forward(ctx, inputs, output):
     x, w_in, _, w_out, columns, shift, keep, ctx.activation = inputs
     a = output[-1]
     ctx.save_for_backward(x, w_in, w_out, columns, shift, keep, a)
-    ctx.mark_non_differentiable(a)
+    ctx.set_materialize_grads(False)  # a zero gradient of a is large
+    ctx.shapes = [y.shape for y in output[:3]]
 
 
-def _feed_forward_backward(ctx, grad_y, grad_first, grad_radial, _):
+def _feed_forward_backward(ctx, *grads):
+    x = ctx.saved_tensors[0]
+    dense = (
+        x.new_zeros(shape) if g is None else g.contiguous()
+        for g, shape in zip(grads, ctx.shapes, strict=False)
+    )
     grads = bent_feed_forward_grad(
-        grad_y.contiguous(),
-        grad_first.contiguous(),
-        grad_radial.contiguous(),
+        *dense,
         *ctx.saved_tensors,
         ctx.activation,
     )

@@ -20,8 +20,17 @@ class Case:
     """Random inputs; ``leaves`` are those with gradients."""
 
     def __init__(
-        self, batch=2, heads=4, kv_heads=2, queries=6, keys=None, size=4,
-        dtype=torch.float64, spread=1.3, seed=0, shift=0.0,
+        self,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        queries=6,
+        keys=None,
+        size=4,
+        dtype=torch.float64,
+        spread=1.3,
+        seed=0,
+        shift=0.0,
     ):
         g = torch.Generator().manual_seed(seed)
         keys = keys or queries
@@ -81,9 +90,7 @@ def gradients(case, implementation, token, **options):
         (x * torch.sin(torch.arange(x.numel()).view(x.shape))).sum()
         for x in parts
     )
-    return torch.autograd.grad(
-        loss, leaves if token else leaves[:-1]
-    )
+    return torch.autograd.grad(loss, leaves if token else leaves[:-1])
 
 
 @pytest.mark.parametrize("implementation", ["materialised", "blocked", "flex"])
@@ -100,8 +107,8 @@ def test_attention_equals_loops(implementation, causal):
             implementation=implementation,
         )
     for b, h in itertools.product(range(2), range(4)):
-        visible = np.tril(np.ones((6, 6), bool)) if causal else np.ones(
-            (6, 6), bool
+        visible = (
+            np.tril(np.ones((6, 6), bool)) if causal else np.ones((6, 6), bool)
         )
         visible = visible & ~hidden[b].numpy()
         _, mean, spread, n, around = loops.kriging(
@@ -161,9 +168,11 @@ def test_implementations_are_equal_in_values_and_gradients(
     if hidden is not None:
         hidden = hidden.to(case.query.device)
     options = {"key_padding_mask": hidden, "is_causal": causal}
-    loose = {"rtol": 1e-3, "atol": 1e-3} if implementation == "flex" else {
-        "rtol": 1e-8, "atol": 1e-9
-    }
+    loose = (
+        {"rtol": 1e-3, "atol": 1e-3}
+        if implementation == "flex"
+        else {"rtol": 1e-8, "atol": 1e-9}
+    )
     a = case.run(None, token, implementation="materialised", **options)
     b = case.run(None, token, implementation=implementation, **options)
     compare(a, b, **loose)
@@ -296,9 +305,7 @@ def test_gradcheck_of_attention(implementation, token):
 def test_n_eff_gradient_can_be_dropped_and_nothing_else(implementation):
     case = Case(queries=12)
     leaves = [x.clone().requires_grad_() for x in case.leaves]
-    out = case.run(
-        leaves, implementation=implementation, n_eff_gradient=False
-    )
+    out = case.run(leaves, implementation=implementation, n_eff_gradient=False)
     assert not out.n_eff.requires_grad or not any(
         g is not None and g.abs().max() > 0
         for g in torch.autograd.grad(
@@ -339,11 +346,11 @@ def test_dispersion_survives_a_mean_far_above_the_spread(implementation):
     ratio = found.dispersion.double() / exact.dispersion
     n = exact.n_eff[..., None].expand_as(ratio)
     assert (ratio[n > 1.5] - 1).abs().max() < 0.05
-    raw = dispersion(
-        torch.full((1, 30), 1 / 30), shifted.value[0, 0], None
-    )
+    raw = dispersion(torch.full((1, 30), 1 / 30), shifted.value[0, 0], None)
     centred = dispersion(
-        torch.full((1, 30), 1 / 30), shifted.value[0, 0], shifted.value[0, 0, :1]
+        torch.full((1, 30), 1 / 30),
+        shifted.value[0, 0],
+        shifted.value[0, 0, :1],
     )
     assert (raw / centred - 1).abs().max() > 0.1
 

@@ -52,7 +52,9 @@ def test_score_masks_count_the_cached_tokens():
     cache = KeyValueCache()
     for t in range(5):
         one = Belief(*(x[:, t : t + 1] for x in belief))
-        with pytest.raises(ValueError, match=r"^src_mask: .*, 1, .*got \(7, 7\)"):
+        with pytest.raises(
+            ValueError, match=r"^src_mask: .*, 1, .*got \(7, 7\)"
+        ):
             layer(one, torch.zeros(7, 7).bool(), cache=cache)
         assert cache.length == t  # a refused call leaves it alone
         out = layer(one, later[t : t + 1, : t + 1], cache=cache)

@@ -26,8 +26,13 @@ def test_good_values_are_handed_back():
 
 @pytest.mark.parametrize(
     "check",
-    [checks.floating, checks.finite, checks.log_precision, checks.positive,
-     checks.not_negative],
+    [
+        checks.floating,
+        checks.finite,
+        checks.log_precision,
+        checks.positive,
+        checks.not_negative,
+    ],
 )
 def test_dtypes_are_named(check):
     with pytest.raises(TypeError, match=r"^tau: .*int64.*tau\.float\(\)"):

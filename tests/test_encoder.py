@@ -173,11 +173,15 @@ def test_traces_hold_every_layer():
     assert isinstance(mean, torch.Tensor)
 
 
-@pytest.mark.parametrize("config", [
-    {"dropout": 0.3},
-    {"dropout": 0.3, "variance_rule": "row"},
-    {"dropout": 0.3, "jacobian": "hutchinson", "granularity": "token"},
-], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dropout": 0.3},
+        {"dropout": 0.3, "variance_rule": "row"},
+        {"dropout": 0.3, "jacobian": "hutchinson", "granularity": "token"},
+    ],
+    ids=str,
+)
 def test_checkpointing_gives_identical_outputs_and_gradients(config):
     found = []
     for checkpointing in [False, True]:

@@ -120,17 +120,15 @@ def test_states_of_any_size(config, size):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_mean_far_above_the_spread_in_float32(granularity):
     """Against float64, state 10⁴ times its spread, post-norm (no centring)."""
+    layer = make_layer(norm_first=False, granularity=granularity)
+    with torch.no_grad():  # scores would be as large: not the question
+        layer.self_attn.in_proj_weight[:16] = 0.0
+    mean = (make_belief().mean + 16384).float()
+    log = make_belief().log_precision
     found = {}
-    for dtype in [torch.float32, torch.float64]:
-        layer = make_layer(
-            norm_first=False, granularity=granularity, dtype=dtype
-        )
-        with torch.no_grad():  # scores would be as large: not the question
-            layer.self_attn.in_proj_weight[:16] = 0.0
-        belief = make_belief(dtype=torch.float64)
-        mean = (belief.mean + 16384).float().to(dtype)
-        given = Belief(mean, belief.log_precision.to(dtype))
-        _, trace = layer(given, trace=True)
+    for dtype in [torch.float64, torch.float32]:
+        layer = layer.to(dtype)
+        _, trace = layer(Belief(mean.to(dtype), log.to(dtype)), trace=True)
         found[dtype] = trace.log_observation_precision.double()
     error = (found[torch.float32] - found[torch.float64]).abs().max()
     assert error < 0.02
@@ -229,8 +227,19 @@ def test_length_8192_with_gradients_and_padding(granularity):
     seed=st.integers(0, 1000),
 )
 def test_any_belief_mask_and_dtype_stays_sane(
-    batch, tokens, dtype, first, granularity, features, causal, size, center,
-    spread, lengths, options, seed,
+    batch,
+    tokens,
+    dtype,
+    first,
+    granularity,
+    features,
+    causal,
+    size,
+    center,
+    spread,
+    lengths,
+    options,
+    seed,
 ):
     config = {"granularity": granularity, **options, "norm_first": first}
     if "variance_rule" in options:

@@ -146,8 +146,9 @@ def test_property_4_permuting_the_keys_changes_nothing(way):
     q, k, v = qkv()
     log, c = make_belief(2, 7, 2, seed=4).log_precision.unbind(-1)
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
-    plain = attend(q, k, v, log, neighbour_variance=c.exp(),
-                   implementation=way)
+    plain = attend(
+        q, k, v, log, neighbour_variance=c.exp(), implementation=way
+    )
     mixed = attend(
         q,
         k[:, :, order],

@@ -25,9 +25,9 @@ def marginal_of_variance(values, weights, points=4001, width=60.0):
     out = np.empty(len(variance))
     for row, s2 in enumerate(variance):
         mean = middle + steps * np.sqrt(s2 / n) / 4
-        log = _log_power_likelihood(
-            np.array([s2]), mean, values, weights, n
-        )[0]
+        log = _log_power_likelihood(np.array([s2]), mean, values, weights, n)[
+            0
+        ]
         out[row] = np.trapezoid(np.exp(log), mean)
     return variance, out
 

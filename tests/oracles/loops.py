@@ -50,7 +50,9 @@ def kriging(q, k, v, precision, c, visible):
         if not seen:
             continue
         # softmax first, then times the precision, then renormalised
-        relevance = softmax([q[t] @ k[j] / math.sqrt(q.shape[1]) for j in seen])
+        relevance = softmax(
+            [q[t] @ k[j] / math.sqrt(q.shape[1]) for j in seen]
+        )
         raw = [a * precision[j] for a, j in zip(relevance, seen, strict=True)]
         for a, j in zip(raw, seen, strict=True):
             weights[t, j] = a / sum(raw)
@@ -207,8 +209,10 @@ def layer(
             carried = (
                 np.array(
                     [
-                        sum(w_o[i, m] ** 2 * value_variance[t, m]
-                            for m in range(d))
+                        sum(
+                            w_o[i, m] ** 2 * value_variance[t, m]
+                            for m in range(d)
+                        )
                         for i in range(d)
                     ]
                 )
@@ -248,13 +252,17 @@ def layer(
         if not norm_first:
             mean, lam_t = through(mean, lam_t, gamma2, beta2)
         out[t], lam[t] = mean, lam_t
-    return out, lam, {
-        "weights": np.array(weights),
-        "n_eff": n_eff,
-        "observation_precision": lam_obs,
-        "gain": gain,
-        "growth": growth,
-    }
+    return (
+        out,
+        lam,
+        {
+            "weights": np.array(weights),
+            "n_eff": n_eff,
+            "observation_precision": lam_obs,
+            "gain": gain,
+            "growth": growth,
+        },
+    )
 
 
 def unnormalised(a, v, s0, nu0, estimator):
