@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -186,9 +187,9 @@ def measure(
     """Every layer at the shape ``case`` = "B,T,d,heads"."""
     batch, tokens, d_model, heads = (int(x) for x in case.split(","))
     torch.manual_seed(0)
-    at = {"device": device, "dtype": dtype}
-    x = torch.randn(batch, tokens, d_model, requires_grad=True, **at)
-    standard = StandardLayer(d_model, heads).to(**at)
+    x = torch.randn(batch, tokens, d_model, device=device, dtype=dtype)
+    x.requires_grad_()
+    standard = StandardLayer(d_model, heads).to(device, dtype)
     calls = {"standard": _layer_call(standard, x, None)}
     for name, config in variants.items():
         features = d_model if config.granularity == "feature" else 1
@@ -202,8 +203,9 @@ def measure(
             0.0,
             F.gelu,
             norm_first=True,
+            device=device,
+            dtype=dtype,
             config=config,
-            **at,
         )
         calls[name] = _layer_call(layer, x, log_precision)
     times: dict[str, tuple[list[float], list[float]]] = {
@@ -211,16 +213,15 @@ def measure(
     }
     for step in range(repeats + 1):
         for name, call in calls.items():
-            train = _seconds(lambda c=call: _training(c), device)
-            infer = _seconds(lambda c=call: _inference(c), device)
+            train = _seconds(partial(_training, call), device)
+            infer = _seconds(partial(_inference, call), device)
             if step:  # the first warms up
                 times[name][0].append(train)
                 times[name][1].append(infer)
     memory = {
-        n: peak_memory(lambda c=c: _training(c), device)
-        for n, c in calls.items()
+        n: peak_memory(partial(_training, c), device) for n, c in calls.items()
     }
-    work = {n: flops(lambda c=c: _training(c)) for n, c in calls.items()}
+    work = {n: flops(partial(_training, c)) for n, c in calls.items()}
 
     def ratio(name: str, which: int) -> float:
         pairs = zip(times[name][which], times["standard"][which], strict=True)

@@ -12,8 +12,8 @@ class KeyValueCache:
     :meth:`append`; ``length`` is S.
     """
 
-    def __init__(self):
-        self._state: tuple[Tensor | None, ...] | None = None
+    def __init__(self) -> None:
+        self._state: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     @property
     def length(self) -> int:
@@ -40,10 +40,14 @@ class KeyValueCache:
                     f"({old_shape[0]}, {old_shape[1]}, *, {old_shape[3]}), "
                     f"got {tuple(shape)}"
                 )
-            dims = (-2, -2, -1, -1)
-            new = tuple(
-                None if a is None or b is None else torch.cat([a, b], dim)
-                for a, b, dim in zip(self._state, new, dims, strict=True)
+            k, v, log, c = self._state
+            new = (
+                torch.cat([k, key], -2),
+                torch.cat([v, value], -2),
+                torch.cat([log, log_token_precision], -1),
+                None
+                if c is None or neighbour_variance is None
+                else torch.cat([c, neighbour_variance], -1),
             )
         self._state = new
         return new

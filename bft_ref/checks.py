@@ -81,7 +81,9 @@ def not_negative(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def shape(name: str, x: Tensor, expected: Iterable[int | str | None]) -> Tensor:
+def shape(
+    name: str, x: Tensor, expected: Iterable[int | str | None]
+) -> Tensor:
     """Raise ValueError unless ``x`` has the shape; a name or None is free."""
     want = tuple(expected)
     matches = x.dim() == len(want) and all(
@@ -146,12 +148,15 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def number(name: str, value: float, low: float, high: float = torch.inf):
+def number(
+    name: str, value: object, low: float, high: float = torch.inf
+) -> float:
     """Raise unless ``value`` is finite and low < value <= high."""
     if not isinstance(value, Real):
         raise TypeError(
             f"{name}: expected a number, got {type(value).__name__}"
         )
+    value = float(value)
     if not low < value <= high or value == torch.inf:
         end = f"{high:g}]" if high < torch.inf else "inf)"
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bft_ref import checks
 from bft_ref.belief import wide
-from bft_ref.fused import BENDS, LayerNorm, bend, bent_feed_forward
+from bft_ref.fused import LayerNorm, bend, bent_feed_forward
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -41,7 +41,14 @@ def value_and_slope(
     name = _name(activation)
     if name is not None:
         return bend(name, a)
-    return torch.func.jvp(activation, (a,), (torch.ones_like(a),))
+    return _jvp(activation, a, torch.ones_like(a))
+
+
+def _jvp(
+    function: Activation, x: Tensor, tangent: Tensor
+) -> tuple[Tensor, Tensor]:
+    y, derivative, *_ = torch.func.jvp(function, (x,), (tangent,))
+    return y, derivative
 
 
 def _name(activation: Activation) -> str | None:
@@ -175,6 +182,15 @@ def _through_norm(
     return m
 
 
+def _radial(ffn: FeedForward) -> Tensor:
+    if ffn.radial is None:
+        raise ValueError(
+            "ffn: expected feed_forward(..., norm=norm), whose radial part "
+            "the exact Jacobian behind a norm needs; got none"
+        )
+    return ffn.radial
+
+
 def jacobian_diag(
     ffn: FeedForward, norm: Normalised | None = None, exact: bool = True
 ) -> Tensor:
@@ -194,7 +210,7 @@ def jacobian_diag(
     if norm is None:
         return first
     if exact:
-        radial = wide(F.linear(ffn.radial, ffn.w_out))
+        radial = wide(F.linear(_radial(ffn), ffn.w_out))
         first = first - norm.z * radial / radial.shape[-1]
     return first / norm.scale
 
@@ -213,7 +229,7 @@ def jacobian_trace(
         return trace / d
     if exact:
         back = F.linear(norm.z.to(ffn.w_out.dtype), ffn.w_out.mT)
-        radial = (wide(back) * wide(ffn.radial)).sum(-1, True)
+        radial = (wide(back) * wide(_radial(ffn))).sum(-1, True)
         trace = trace - radial / d
     return trace / norm.scale / d
 
@@ -307,8 +323,8 @@ def hutchinson_growth(
     Equation (7.8); ours.
     """
     (r1, r2) = probes
-    y, first = torch.func.jvp(function, (x,), (r1,))
-    _, second = torch.func.jvp(function, (x,), (r2,))
+    y, first = _jvp(function, x, r1)
+    _, second = _jvp(function, x, r2)
     j1, j2 = r1 * wide(first), r2 * wide(second)
     if token:
         j1, j2 = j1.mean(-1, keepdim=True), j2.mean(-1, keepdim=True)

@@ -1,6 +1,8 @@
 """A stack of layers: a filter over depth."""
 
 import copy
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -117,12 +119,7 @@ class BFTEncoder(nn.Module):
         *,
         caches: list[KeyValueCache] | None = None,
         trace: bool = False,
-    ) -> (
-        Belief
-        | Tensor
-        | tuple[Belief, list[LayerTrace]]
-        | tuple[Tensor, list[LayerTrace]]
-    ):
+    ) -> Belief | Tensor | tuple[Belief | Tensor, list[LayerTrace]]:
         """The belief after every layer; with ``trace`` their internals too.
 
         Shapes and masks: as :class:`BFTLayer`. ``caches``: one per layer, for
@@ -133,22 +130,28 @@ class BFTEncoder(nn.Module):
         if isinstance(src, Tensor):
             log = self.log_initial_precision.expand(*src.shape[:-1], -1)
             src = Belief(src, log)
+        recompute = self.checkpointing and self.training
         if caches is None:
-            caches = [None] * len(self.layers)
+            slots: Sequence[KeyValueCache | None] = [None] * len(self.layers)
+        elif recompute:
+            raise ValueError(
+                "caches: expected None while checkpointing recomputes layers, "
+                f"got {len(caches)}"
+            )
         elif len(caches) != len(self.layers):
             raise ValueError(
                 f"caches: expected {len(self.layers)}, got {len(caches)}"
             )
+        else:
+            slots = caches
         belief, traces = src, []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, slots, strict=True):
+            run = partial(layer, cache=cache, trace=trace)
             arguments = (belief, mask, src_key_padding_mask, is_causal)
-            options = {"cache": cache, "trace": trace}
-            if self.checkpointing and self.training:
-                out = checkpoint(
-                    layer, *arguments, use_reentrant=False, **options
-                )
+            if recompute:
+                out = checkpoint(run, *arguments, use_reentrant=False)
             else:
-                out = layer(*arguments, **options)
+                out = run(*arguments)
             if trace:
                 out, internals = out
                 traces.append(internals)
@@ -156,7 +159,9 @@ class BFTEncoder(nn.Module):
         if self.norm is not None:
             belief = belief._replace(mean=self.norm(belief.mean))
         result = belief.mean if given_tensor else belief
-        return (result, traces) if trace else result
+        if trace:
+            return result, traces
+        return result
 
     def make_caches(self) -> list[KeyValueCache]:
         """Empty key/value caches, one per layer."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
 def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
     """φ(a) and φ'(a)."""
     if name == "relu":

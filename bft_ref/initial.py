@@ -48,13 +48,12 @@ class MLPPrecision(nn.Module):
     ):
         super().__init__()
         checks.number("initial", initial, 0.0)
-        self.layers = nn.Sequential(
-            nn.Linear(d_model, hidden), nn.GELU(), nn.Linear(hidden, features)
-        )
-        last = self.layers[-1]
+        first, last = nn.Linear(d_model, hidden), nn.Linear(hidden, features)
+        self.layers = nn.Sequential(first, nn.GELU(), last)
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, math.log(initial))
 
     def forward(self, h: Tensor) -> Tensor:
         with torch.autocast(h.device.type, enabled=False):
-            return wide(self.layers(h.to(self.layers[0].weight.dtype)))
+            kind = next(self.parameters()).dtype
+            return wide(self.layers(h.to(kind)))

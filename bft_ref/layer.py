@@ -116,6 +116,8 @@ class BFTLayer(nn.Module):
     Equations (9.1)–(9.3); source: the paper, options as marked in BFTConfig.
     """
 
+    probes: Tensor
+
     def __init__(
         self,
         d_model: int,
@@ -472,10 +474,8 @@ class BFTLayer(nn.Module):
     def _norm(
         self, module: nn.Module, x: Tensor, fused: bool = True
     ) -> delta.Normalised:
-        beta = getattr(module, "bias", None)
-        return delta.normalise(
-            x, module.weight, beta, self.eps, self.centred, fused
-        )
+        gamma, beta = (getattr(module, n, None) for n in ("weight", "bias"))
+        return delta.normalise(x, gamma, beta, self.eps, self.centred, fused)
 
     def _through_norm(self, module: nn.Module, belief: Belief) -> Belief:
         norm = self._norm(module, belief.mean)

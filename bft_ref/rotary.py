@@ -20,9 +20,9 @@ def rotate(x: Tensor, base: float = 10000.0, start: int = 0) -> Tensor:
             f"x: expected an even number of features, got {features}"
         )
     kind = torch.promote_types(x.dtype, torch.float32)
-    at = {"dtype": kind, "device": x.device}
-    rate = base ** (-torch.arange(0, features, 2, **at) / features)
-    angle = torch.arange(start, start + tokens, **at)[:, None] * rate
+    pair = torch.arange(0, features, 2, dtype=kind, device=x.device)
+    position = torch.arange(start, start + tokens, device=x.device)
+    angle = position.to(kind)[:, None] * base ** (-pair / features)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.to(kind).chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)

@@ -24,12 +24,12 @@ def build(config: ModelConfig, frequency=None) -> Recommender:
 
 
 __all__ = [
-    "BERT4Rec",
     "GATES",
-    "Gate",
     "HSTU",
-    "InitialPrecision",
     "MODELS",
+    "BERT4Rec",
+    "Gate",
+    "InitialPrecision",
     "ModelConfig",
     "Recommender",
     "SASRec",

@@ -12,9 +12,9 @@ from bft_ref.train.trainer import (
 )
 
 __all__ = [
+    "LOSSES",
     "Batch",
     "Fitted",
-    "LOSSES",
     "TrainConfig",
     "anatomy",
     "evaluate",
