@@ -59,6 +59,8 @@ class Belief(NamedTuple):
         dtype = None if isinstance(value, Tensor) else wide(mean).dtype
         x = wide(torch.as_tensor(value, device=mean.device, dtype=dtype))
         checks.broadcastable(name, x, "mean", mean)
+        if x.dim() < mean.dim():
+            x = x.expand(mean.shape)
         if name == "log_precision":
             return cls(mean, checks.finite(name, x))
         log = checks.positive(name, x).log()

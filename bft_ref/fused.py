@@ -157,17 +157,18 @@ def _save_feed_forward(ctx, inputs, output):
 
 
 def _feed_forward_backward(ctx, *grads):
-    x = ctx.saved_tensors[0]
+    saved = ctx.saved_tensors  # once: checkpointing unpacks but once
+    x = saved[0]
     dense = (
         x.new_zeros(shape) if g is None else g.contiguous()
         for g, shape in zip(grads, ctx.shapes, strict=False)
     )
     grads = bent_feed_forward_grad(
         *dense,
-        *ctx.saved_tensors,
+        *saved,
         ctx.activation,
     )
-    shift = ctx.saved_tensors[4]
+    shift = saved[4]
     return *grads[:5], None if shift is None else grads[5], None, None
 
 

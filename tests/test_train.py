@@ -203,14 +203,14 @@ def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
 def test_a_trained_model_beats_popularity():
     from bft_ref import metrics
 
-    simulation = simulate(800, 60, noise=(0.05, 0.5), seed=1)
+    simulation = simulate(500, 60, noise=(0.05, 0.5), seed=1)
     data = simulation.sequences
     split = data.split()
     baseline = metrics.evaluate(split, metrics.popularity(split)).summary()
     found = run(
         data,
         model={"d": 32, "ffn": 64, "length": 18},
-        epochs=25,
+        epochs=15,
         loss="full",
         lr=3e-3,
         batch=32,
@@ -296,7 +296,7 @@ def write_s3rec(path, sequences):
 
 
 OPTIONS = (
-    "--d 8 --ffn 16 --length 6 --negatives 16 --bft observation=value "
+    "--d-model 8 --ffn 16 --length 6 --negatives 16 --bft observation=value "
     "--epochs 8 --patience 8 --threads 1 --quiet --device cpu"
 ).split()
 
@@ -391,7 +391,7 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
         (["--bft", "observation=median"], "observation"),
         (["--bft", "colour=red"], "colour"),
         (["--bft", "on", "--gate", "ligr"], "gate"),
-        (["--d", "9"], "heads"),
+        (["--d-model", "9"], "heads"),
         (["--epochs", "0"], "epochs"),
     ],
 )

@@ -118,7 +118,11 @@ def main(
         ),
     ] = Model.sasrec,
     d: Annotated[
-        int, typer.Option(help="Width of the state.", rich_help_panel=MODEL)
+        int,
+        # Not --d: torchrun takes it for an abbreviation of its own options.
+        typer.Option(
+            "--d-model", help="Width of the state.", rich_help_panel=MODEL
+        ),
     ] = 64,
     layers: Annotated[
         int, typer.Option(help="Layers.", rich_help_panel=MODEL)

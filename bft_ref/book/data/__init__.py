@@ -12,8 +12,18 @@ from torch import Tensor
 
 from bft_ref.book.data.laboratory import gravity, silicon, silver
 from bft_ref.book.data.mauna_loa import co2
+from bft_ref.book.data.survey import engel, schools
 
-__all__ = ["Nile", "co2", "gravity", "nile", "silicon", "silver"]
+__all__ = [
+    "Nile",
+    "co2",
+    "engel",
+    "gravity",
+    "nile",
+    "schools",
+    "silicon",
+    "silver",
+]
 
 
 class Nile(NamedTuple):
