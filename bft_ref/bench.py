@@ -299,9 +299,9 @@ def main(
         typer.Option(help="Shape B,T,d,heads; may be repeated."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps.", min=1)] = 9,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ),
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; empty: cuda if there is one.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, …")] = "",
     threads: Annotated[
         int, typer.Option(help="CPU threads; 0: PyTorch's choice.", min=0)
@@ -314,7 +314,8 @@ def main(
     ] = None,
 ) -> None:
     """Time, memory and flops of a BFT layer over the standard layer."""
-    where = torch.device(device)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device or best)
     cuda = where.type == "cuda"
     if threads:
         torch.set_num_threads(threads)

@@ -84,7 +84,7 @@ def not_negative(name: str, x: Tensor) -> Tensor:
 def shape(
     name: str, x: Tensor, expected: Iterable[int | str | None]
 ) -> Tensor:
-    """Raise ValueError unless ``x`` has the shape; a name or None is free."""
+    """Raise ValueError unless ``x`` has the shape; names, None are free."""
     want = tuple(expected)
     matches = x.dim() == len(want) and all(
         not isinstance(w, int) or w == n

@@ -202,7 +202,7 @@ def jacobian_diag(
     ``exact=False`` keeps the first term alone: cheap, and wrong for outlier
     features (z_i² ~ d). With a norm, ``ffn`` must have been given it too.
 
-    Units: none. Equations (7.4)–(7.6); the diagonal is the paper's, the
+    Units: none. Equations (7.4)–(7.7); the diagonal is the paper's, the
     closed forms are ours.
     """
     m = _through_norm(ffn.w_in, ffn.w_out, norm, exact)
@@ -220,7 +220,7 @@ def jacobian_trace(
 ) -> Tensor:
     """tr J/d, (..., 1): the mean of :func:`jacobian_diag`, O(f) per token.
 
-    Only the exact norm term costs a product with W₂. Equation (7.9).
+    Only the exact norm term costs a product with W₂. Equation (7.12).
     """
     d = ffn.w_in.shape[1]
     column = _through_norm(ffn.w_in, ffn.w_out, norm, exact).sum(1)
@@ -320,7 +320,7 @@ def hutchinson_growth(
 
     Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → f(x) (..., d) and
     the estimate (..., d), (..., 1) for a token.
-    Equation (7.8); ours.
+    Equation (7.9); ours.
     """
     (r1, r2) = probes
     y, first = _jvp(function, x, r1)
@@ -340,7 +340,7 @@ def row_variance(
     variance, which the diagonal rule underestimates.
 
     Shapes: ``log_precision`` broadcasts with ``probe`` (..., d), signs;
-    ``product`` maps x to Jx. Units: state². Equation (7.10); ours.
+    ``product`` maps x to Jx. Units: state². Equation (7.11); ours.
     """
     x = (-0.5 * log_precision).exp() * probe
     return (x + product(x)).square()

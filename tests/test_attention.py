@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bft_ref import attend, attention, kriging_attention
+from bft_ref import attend, attention, fused, kriging_attention
 from bft_ref.kriging import dispersion
 from tests.oracles import loops
 
@@ -184,6 +184,28 @@ def test_implementations_are_equal_in_values_and_gradients(
     ):
         assert x.isfinite().all()
         torch.testing.assert_close(x, y, **loose)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("budget", [64, 5000])
+def test_any_size_of_block_gives_the_same(budget, causal, monkeypatch):
+    """Blocks of one head or several, and a last block that is shorter."""
+    case = Case(3, 2, 1, queries=71)
+    options = {
+        "is_causal": causal,
+        "key_padding_mask": padded(3, 71, [71, 5, 40]),
+    }
+    expected = gradients(case, "materialised", False, **options)
+    monkeypatch.setitem(fused.BLOCK, "cpu", budget)
+    monkeypatch.setattr(fused, "ROWS", 30)
+    compare(
+        case.run(implementation="blocked", **options),
+        case.run(implementation="materialised", **options),
+        rtol=1e-8,
+        atol=1e-9,
+    )
+    found = gradients(case, "blocked", False, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

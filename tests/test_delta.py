@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bft_ref import delta
+from bft_ref import delta, fused
 from bft_ref.delta import ACTIVATIONS, GATED
 
 NAMES = [*ACTIVATIONS, *GATED]
@@ -181,6 +181,97 @@ def test_gradcheck_of_the_jacobians(name, norm):
         assert torch.autograd.gradcheck(
             partial(run, kind), leaves, fast_mode=True
         )
+
+
+# the one pass that keeps only the preactivations ----------------------------
+
+
+def one_pass(net, x, *, exact=True, token=False, dropout_p=0.0):
+    norm, y = None, x
+    if net.norm != "none":
+        norm = delta.normalise(
+            x, net.gamma, net.beta, 1e-3, net.norm == "layernorm"
+        )
+        y = norm.output
+    return delta.feed_forward_jacobian(
+        y,
+        net.w_in,
+        net.b_in,
+        net.w_out,
+        net.b_out,
+        net.activation,
+        net.gated,
+        dropout_p,
+        norm,
+        exact,
+        token,
+    )
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_pass_gives_jacrevs_diagonal_and_trace(name, norm, bare):
+    net = Net(name, norm, bare=bare)
+    diagonal = net.jacobian().diagonal(dim1=1, dim2=2)
+    output, j = one_pass(net, net.x)
+    torch.testing.assert_close(output, net(net.x))
+    torch.testing.assert_close(j, diagonal)
+    _, trace = one_pass(net, net.x, token=True)
+    torch.testing.assert_close(trace, diagonal.mean(-1, keepdim=True))
+    ffn, normed = net.evaluated()
+    for token, way in [
+        (False, delta.jacobian_diag),
+        (True, delta.jacobian_trace),
+    ]:
+        _, found = one_pass(net, net.x, exact=False, token=token)
+        torch.testing.assert_close(found, way(ffn, normed, exact=False))
+
+
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", [*fused.BENDS, "swiglu"])
+def test_gradcheck_of_the_one_pass(name, exact, token):
+    for norm in NORMS:
+        net = Net(name, norm, d=4)
+        names = ["w_in", "b_in", "w_out", "b_out", "gamma"]
+        leaves = [net.x, *(getattr(net, n) for n in names)]
+        leaves = [x.clone().requires_grad_() for x in leaves]
+
+        def run(x, *values, net=net, names=names):
+            for n, value in zip(names, values, strict=True):
+                setattr(net, n, value)
+            return one_pass(net, x, exact=exact, token=token)
+
+        assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", fused.BENDS)
+def test_one_pass_in_many_blocks_is_one_in_one(name, monkeypatch):
+    """150 rows, 64 at a time; dropout from the same seed."""
+    found = []
+    for size in [1, 2**19]:
+        monkeypatch.setattr(fused, "HIDDEN_BLOCK", size)
+        net = Net(name)
+        x = net.x.repeat(50, 1).mul(torch.arange(150).double().cos()[:, None])
+        leaves = [x.requires_grad_(), net.w_in.requires_grad_()]
+        torch.manual_seed(0)
+        output, j = one_pass(net, leaves[0], dropout_p=0.3)
+        loss = output.sin().sum() + j.cos().sum()
+        found.append((output, j, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*found)
+
+
+def test_one_pass_drops_hidden_units_and_not_the_jacobian():
+    net = Net()
+    x = net.x[:1].expand(4000, -1).contiguous()
+    torch.manual_seed(0)
+    output, j = one_pass(net, x, dropout_p=0.4)
+    calm, expected = one_pass(net, net.x[:1])
+    torch.testing.assert_close(j, expected.expand_as(j))
+    error = output.std(0) / 4000**0.5
+    assert ((output.mean(0) - calm[0]).abs() < 5 * error).all()
+    assert (output.std(0) > 0.01).all()
 
 
 # Hutchinson and the row rule -----------------------------------------------
@@ -373,9 +464,9 @@ def test_gradcheck_of_normalised_variance():
     v = torch.linspace(0.4, 3, 8, dtype=torch.float64).view(2, 4)
     gamma = torch.linspace(0.5, 2, 4, dtype=torch.float64)
     leaves = [t.clone().requires_grad_() for t in (x, v, gamma)]
-    for centred, fused in itertools.product([True, False], [True, False]):
+    for centred, quick in itertools.product([True, False], [True, False]):
         assert torch.autograd.gradcheck(
-            lambda x, v, g, c=centred, f=fused: delta.normalised_variance(
+            lambda x, v, g, c=centred, f=quick: delta.normalised_variance(
                 v, delta.normalise(x, g, None, 1e-3, c, f)
             ),
             leaves,

@@ -295,10 +295,11 @@ def write_s3rec(path, sequences):
     return path
 
 
-OPTIONS = (
+LINE = (
     "--d-model 8 --ffn 16 --length 6 --negatives 16 --bft observation=value "
     "--epochs 8 --patience 8 --threads 1 --quiet --device cpu"
-).split()
+)
+OPTIONS = LINE.split()
 
 
 def command(data, output, *more):

@@ -269,11 +269,11 @@ def interactions(
                 dropped += 1
                 continue
             seen[key] = line
-        if n_items is not None and what not in labels:
-            if len(labels) >= n_items:
-                raise ItemRangeError(
-                    path, line, f"item {what} is one more than {n_items} items"
-                )
+        full = n_items is not None and len(labels) >= n_items
+        if full and what not in labels:
+            raise ItemRangeError(
+                path, line, f"item {what} is one more than {n_items} items"
+            )
         user.append(users.setdefault(who, len(users)))
         item.append(labels.setdefault(what, len(labels)) + 1)
         time.append(when)
