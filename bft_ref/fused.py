@@ -221,10 +221,11 @@ def weighted_columns(
     squares = q.new_empty(q.shape[:2])
     lse = q.new_empty(q.shape[:2])
     v1 = _with_column(v, 1.0)  # the row sums come with the product
+    later = _later(q)
     for n, t, s in _blocks(q, k, is_causal):
         w = torch.bmm(q[n, t], k[n, s].mT).mul_(scale)
         if is_causal:
-            _hide_later_keys(w)
+            _hide_later_keys(w, later)
         top = w.amax(-1, keepdim=True)
         w.sub_(top).exp_()
         sums = torch.bmm(w, v1[n, s])
@@ -260,12 +261,13 @@ def weighted_columns_grad(
     v1 = _with_column(v, 1.0)
     q1 = torch.cat([q, -lse.unsqueeze(-1) / scale], -1)
     k1 = _with_column(k, 1.0)
+    later = _later(q)
     grad_q = torch.empty_like(q)
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
     for n, t, s in _blocks(q, k, is_causal):
         w = torch.bmm(q1[n, t], k1[n, s].mT).mul_(scale)
         if is_causal:
-            _hide_later_keys(w)
+            _hide_later_keys(w, later)
         w.exp_()
         grad_v[n, s].baddbmm_(w.mT, grad_out[n, t])
         grad = torch.bmm(grad_out1[n, t], v1[n, s].mT)
@@ -327,8 +329,12 @@ def _blocks(q: Tensor, k: Tensor, is_causal: bool):
             yield slice(n, n + group), slice(t, t + rows), slice(0, last)
 
 
-def _hide_later_keys(w: Tensor) -> None:
+def _later(q: Tensor) -> Tensor:
+    """The triangle of later keys in a causal block."""
+    return q.new_ones(ROWS, ROWS, dtype=torch.bool).triu(1)
+
+
+def _hide_later_keys(w: Tensor, later: Tensor) -> None:
     """The last T columns of a causal block (N, T, S) are its triangle."""
     rows = w.shape[-2]
-    later = torch.ones(rows, rows, dtype=torch.bool, device=w.device).triu(1)
-    w[..., -rows:].masked_fill_(later, -torch.inf)
+    w[..., -rows:].masked_fill_(later[:rows, :rows], -torch.inf)

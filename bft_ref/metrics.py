@@ -210,7 +210,7 @@ def report(
 
     ``top`` keeps who was answered where, for paired comparisons later.
     """
-    found = {"users": len(split.target), **ranking.summary(ks, ties)}
+    found: dict = {"users": len(split.target), **ranking.summary(ks, ties)}
     for kind, label, mask in strata(split):
         part = ranking.take(mask).summary((10,), ties)
         found.setdefault(kind, {})[label] = {

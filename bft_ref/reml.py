@@ -89,7 +89,7 @@ def precision_weights(
 
     Shapes: ``weights`` (..., T, S); ``log_token_precision`` (..., S);
     ``visible`` broadcasts to (..., T, S), True where a key may be seen.
-    Equation (11.4); our choice.
+    Equation (11.7); our choice.
     """
     checks.finite("log_token_precision", log_token_precision)
     log = wide(log_token_precision).unsqueeze(-2)
@@ -123,7 +123,7 @@ def unnormalised_variance(
     value², and informative (..., T, 1), boolean.
     Raises: ValueError for another estimator, no value at all, NaN or
     infinity.
-    Equations (11.5), (11.6); the paper names the sandwich, formulas are ours.
+    Equations (11.9)–(11.11); the paper names the sandwich, formulas are ours.
     """
     checks.choice("estimator", estimator, ESTIMATORS)
     a, v = wide(weights), wide(checks.finite("values", values))

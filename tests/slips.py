@@ -78,7 +78,9 @@ class Outcome(NamedTuple):
 
 
 def read(path: Path = SLIPS) -> list[Slip]:
-    return [Slip(**one) for one in tomllib.loads(path.read_text("utf8"))["slip"]]
+    return [
+        Slip(**one) for one in tomllib.loads(path.read_text("utf8"))["slip"]
+    ]
 
 
 def copied(folder: Path) -> Path:
@@ -243,10 +245,12 @@ def main(
         for slip in track(chosen, "Slips", console=console):
             outcome = tried(slip, folder)
             outcomes.append((slip, outcome))
+            by = outcome.test or f"nothing. {outcome.message}"
+            console.print(f"{slip.name}: {by}", markup=False)
             table.add_row(
                 slip.name,
                 slip.file,
-                outcome.test or f"[red]nothing[/] {outcome.message}",
+                outcome.test or "[red]nothing",
                 f"{outcome.seconds:.1f}",
             )
     console.print(table)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -332,9 +333,9 @@ def k_core(sequences: Sequences, k: int) -> Sequences:
         np.concatenate([[0], np.cumsum(per_user[users])]),
         n_items=len(items),
         times=None if sequences.times is None else sequences.times[kept],
-        users=sequences.users and [sequences.users[u] for u in users],
+        users=sequences.users and [sequences.users[int(u)] for u in users],
         labels=sequences.labels
-        and ["", *(sequences.labels[i] for i in items)],
+        and ["", *(sequences.labels[int(i)] for i in items)],
         name=sequences.name,
         sha256=sequences.sha256,
         notes={
@@ -345,6 +346,7 @@ def k_core(sequences: Sequences, k: int) -> Sequences:
     )
 
 
+Format = Literal["s3rec", "letter", "movielens", "recbole", "amazon"]
 READERS: dict[str, Callable[..., Sequences]] = {
     "s3rec": read_s3rec,
     "letter": read_letter,

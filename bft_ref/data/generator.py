@@ -112,9 +112,10 @@ def simulate(
     rng = np.random.default_rng(seed)
     spread = drift / (1 - pull**2)
     position = rng.normal(0, np.sqrt(spread), (n_items + 1, state))
-    variance = np.exp(rng.uniform(*np.log(noise), n_items + 1))
-    weight = np.arange(1, n_items + 1) ** -float(popularity)
-    weight = np.concatenate([[0], rng.permutation(weight / weight.sum())])
+    low, high = np.log(noise)
+    variance = np.exp(rng.uniform(low, high, n_items + 1))
+    weight = np.arange(1, n_items + 1, dtype=np.float64) ** -popularity
+    weight = np.concatenate([[0.0], rng.permutation(weight / weight.sum())])
     position[0], variance[0] = 0, np.inf
 
     lengths = rng.integers(length[0], length[1] + 1, n_users)

@@ -179,7 +179,7 @@ class Recommender(nn.Module):
 
     def parameter_groups(self, lr: float, precision_lr: float) -> list[dict]:
         """Adam's groups: the weights, and what log λ is made of."""
-        groups = {False: [], True: []}
+        groups: dict[bool, list[Tensor]] = {False: [], True: []}
         for name, parameter in self.named_parameters():
             own = name.startswith("tau.") or "log_process_noise" in name
             groups[own].append(parameter)

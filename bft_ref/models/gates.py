@@ -5,12 +5,14 @@ effect away: the gain is derived from precisions, these are constants or
 learned.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
 
 from bft_ref import checks
 
-GATES = (
+GateKind = Literal[
     "none",
     "constant",
     "scalar",
@@ -18,7 +20,8 @@ GATES = (
     "ligr",
     "qiu-head",
     "qiu-element",
-)
+]
+GATES: tuple[GateKind, ...] = get_args(GateKind)
 
 
 class Gate(nn.Module):

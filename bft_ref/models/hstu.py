@@ -20,7 +20,7 @@ class HSTULayer(nn.Module):
     length, e = W_O(U ∘ norm(AV)), h' = h + e; norms without affine map, no
     FFN. As a filter: A is reweighted by λ̄, Var(AV) is the sandwich estimate,
     carried through the norm, U² and W_O² to λ_obs; then h' = h + K ∘ e, and
-    λ is discounted by Q (J = 0). Equations (11.4)–(11.6); our formulas.
+    λ is discounted by Q (J = 0). Equations (11.7)–(11.14); our formulas.
 
     Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
     1).
@@ -149,7 +149,7 @@ class HSTU(Recommender):
     def forward(self, items, times=None, trace: bool = False):
         h = self.embed(items)
         r = self.relative(items, times)
-        if self.config.bft is None:
+        if self.config.bft is None or self.tau is None:
             for layer in self.layers:
                 h = layer(h, r)
             return h

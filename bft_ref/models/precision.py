@@ -1,5 +1,7 @@
 """Where the precision at layer 0 comes from."""
 
+from typing import Literal, get_args
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from bft_ref import checks
 from bft_ref.initial import ItemPrecision, MLPPrecision
 
-SOURCES = ("item", "mlp", "unit", "frequency", "shuffled")
+Source = Literal["item", "mlp", "unit", "frequency", "shuffled"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 class InitialPrecision(nn.Module):
@@ -23,6 +26,8 @@ class InitialPrecision(nn.Module):
     Shapes: ids (B, T), embeddings (B, T, d) → log τ (B, T, 1), log 1/state².
     Raises: ValueError for another source, or a missing frequency.
     """
+
+    log_tau: Tensor
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class InitialPrecision(nn.Module):
             log_tau[1 : 1 + len(relative)] += torch.as_tensor(
                 relative, dtype=log_tau.dtype
             )
+        self.learned: ItemPrecision | MLPPrecision
         if source == "item":
             self.learned = ItemPrecision(rows, initial=start)
         elif source == "mlp":

@@ -86,6 +86,7 @@ class Encoder(nn.Module):
         super().__init__()
         c = self.config = config
         self.causal = causal
+        layers: list[Block] | list[BFTLayer]
         if c.bft is None:
             layers = [Block(c, norm, causal) for _ in range(c.layers)]
         else:

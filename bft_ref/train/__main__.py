@@ -5,9 +5,8 @@ import os
 import re
 import sys
 from dataclasses import asdict, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,27 +14,18 @@ import torch.distributed as dist
 import typer
 
 from bft_ref import metrics
-from bft_ref.data import DATASETS, READERS, DataUnavailableError, load
+from bft_ref.data import DATASETS, DataUnavailableError, load
+from bft_ref.data.formats import Format
 from bft_ref.layer import BFTConfig
-from bft_ref.models import GATES, ModelConfig
-from bft_ref.models.precision import SOURCES
-from bft_ref.train.losses import LOSSES
+from bft_ref.models import ModelConfig
+from bft_ref.models.gates import GateKind
+from bft_ref.models.precision import Source
+from bft_ref.train.losses import Loss
 from bft_ref.train.provenance import code_version, device_name, peak_memory
 from bft_ref.train.trainer import TrainConfig, fit
 
-
-def _enum(name: str, values) -> type[StrEnum]:
-    return StrEnum(name, {v.replace("-", "_"): v for v in values})
-
-
-Model = _enum(
-    "Model", ("sasrec", "bert4rec", "hstu", "popularity", "item-knn")
-)
-Loss = _enum("Loss", LOSSES)
-GateKind = _enum("GateKind", GATES)
-Tau = _enum("Tau", SOURCES)
-Format = _enum("Format", READERS)
-Residual = _enum("Residual", ("pre", "original"))
+Model = Literal["sasrec", "bert4rec", "hstu", "popularity", "item-knn"]
+Residual = Literal["pre", "original"]
 
 DATA, MODEL, FILTER, RIVALS, TRAINING, OUTPUT = (
     "Data",
@@ -58,7 +48,7 @@ def filter_config(text: str | None) -> BFTConfig | None:
     """
     if text is None or text == "off":
         return None
-    given = {}
+    given: dict[str, Any] = {}
     known = {field.name: field.type for field in fields(BFTConfig)}
     for part in [] if text == "on" else text.split(","):
         name, _, value = part.partition("=")
@@ -116,7 +106,7 @@ def main(
             help="The backbone, or a baseline without training.",
             rich_help_panel=MODEL,
         ),
-    ] = Model.sasrec,
+    ] = "sasrec",
     d: Annotated[
         int,
         # Not --d: torchrun takes it for an abbreviation of its own options.
@@ -152,7 +142,7 @@ def main(
             help="SASRec's residual: pre-LN, or the original's.",
             rich_help_panel=MODEL,
         ),
-    ] = Residual.pre,
+    ] = "pre",
     bft: Annotated[
         str,
         typer.Option(
@@ -163,13 +153,13 @@ def main(
         ),
     ] = "off",
     tau: Annotated[
-        Tau,
+        Source,
         typer.Option(
             help="Initial precision: learned per item, by an MLP on the "
             "embedding, one for all, or fixed (shuffled) from frequency.",
             rich_help_panel=FILTER,
         ),
-    ] = Tau.item,
+    ] = "item",
     tau_power: Annotated[
         float,
         typer.Option(
@@ -194,7 +184,7 @@ def main(
             "scalar or vector, LiGR's or Qiu's gate.",
             rich_help_panel=RIVALS,
         ),
-    ] = GateKind.none,
+    ] = "none",
     gate_value: Annotated[
         float,
         typer.Option(
@@ -212,7 +202,7 @@ def main(
     ] = False,
     loss: Annotated[
         Loss, typer.Option(help="Loss.", rich_help_panel=TRAINING)
-    ] = Loss.sampled,
+    ] = "sampled",
     negatives: Annotated[
         int,
         typer.Option(
@@ -355,32 +345,32 @@ def main(
         sequences = load(data, folder=data_dir, format=format)
     except (DataUnavailableError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
-    if model in (Model.popularity, Model.item_knn):
-        result, rankings = _baseline(sequences, model.value, final)
+    if model in ("popularity", "item-knn"):
+        result, rankings = _baseline(sequences, model, final)
     else:
         if length is None:
             length = DATASETS[data].length if data in DATASETS else 20
         try:
             model_config = ModelConfig(
                 n_items=sequences.n_items,
-                model=model.value,
+                model=model,
                 d=d,
                 layers=layers,
                 heads=heads,
                 ffn=ffn,
                 length=length,
                 dropout=dropout,
-                residual=residual.value,
-                gate=gate.value,
+                residual=residual,
+                gate=gate,
                 gate_value=gate_value,
                 tau_bias=tau_bias,
-                tau=tau.value,
+                tau=tau,
                 tau_power=tau_power,
                 tau_start=tau_start,
                 bft=filter_config(bft),
             )
             train_config = TrainConfig(
-                loss=loss.value,
+                loss=loss,
                 negatives=negatives,
                 correct=correct,
                 epochs=epochs,

@@ -23,7 +23,14 @@ class Batch(NamedTuple):
 
     def to(self, device) -> "Batch":
         """The batch on another device."""
-        return Batch(*(None if x is None else x.to(device) for x in self))
+        times = None if self.times is None else self.times.to(device)
+        return Batch(self.items.to(device), self.target.to(device), times)
+
+    def share(self, rank: int, world: int) -> "Batch":
+        """Every ``world``-th sequence, from ``rank`` on."""
+        mine = slice(rank, None, world)
+        times = None if self.times is None else self.times[mine]
+        return Batch(self.items[mine], self.target[mine], times)
 
 
 def windows(
@@ -95,11 +102,10 @@ def training_batches(
         groups += [part[i : i + size] for i in range(0, len(part), size)]
     for g in rng.permutation(len(groups)):
         rows = groups[g]
-        extra = mask_id is None
         items, times, n = gather(
-            sequences, users[rows], end[rows], length + extra
+            sequences, users[rows], end[rows], length + (mask_id is None)
         )
-        if extra:
+        if mask_id is None:
             target = items[:, 1:]
             items = np.where(target > 0, items[:, :-1], 0)
             times = None if times is None else times[:, :-1]

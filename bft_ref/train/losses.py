@@ -1,6 +1,7 @@
 """Losses for choosing the next item out of a large catalogue."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from bft_ref import checks
 
-LOSSES = ("sampled", "full", "bce", "gbce")
+Loss = Literal["sampled", "full", "bce", "gbce"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 
 def uniform_negatives(

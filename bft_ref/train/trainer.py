@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -82,16 +84,19 @@ def scorer(
     """What :func:`bft_ref.metrics.evaluate` asks: scores of some users."""
 
     def score(part):
-        lengths = split.history.lengths[part]
-        items, times, _ = gather(
-            split.history, part, lengths, model.config.length
-        )
-        items = torch.from_numpy(items).to(device)
-        if times is not None:
-            times = torch.from_numpy(times).to(device)
-        return model.scores(items, times)
+        return model.scores(*_histories(model, split, part, device))
 
     return score
+
+
+def _histories(
+    model: Recommender, split: Split, part: NDArray, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Items and times of some users, as long as the model can see."""
+    lengths = split.history.lengths[part]
+    items, times, _ = gather(split.history, part, lengths, model.config.length)
+    seconds = None if times is None else torch.from_numpy(times).to(device)
+    return torch.from_numpy(items).to(device), seconds
 
 
 @torch.no_grad()
@@ -110,7 +115,7 @@ def evaluate(
     model.train(was)
     if world == 1:
         return ranking
-    shares = [None] * world
+    shares: list[Any] = [None] * world
     dist.all_gather_object(shares, (mine, ranking))
     whole = metrics.Ranking(
         *(np.zeros(len(split.target), dtype=np.int64) for _ in range(3))
@@ -315,9 +320,7 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
             negatives = uniform_negatives(config.negatives, c.n_items, draw)
             negatives = negatives.to(device)
         questions = int((batch.target > 0).sum())
-        mine = type(batch)(
-            *(None if x is None else x[rank::world] for x in batch)
-        ).to(device)
+        mine = batch.share(rank, world).to(device)
         loss = parallel(mine, negatives, config)
         # DDP averages gradients over processes; shares differ in questions.
         share = int((mine.target > 0).sum()) * world / questions
@@ -405,7 +408,10 @@ def anatomy(
     Per layer and quartile of the last item's training frequency: the mean
     gain, the median precision after the update, the mean n_eff; and per
     layer Q; and τ by quartile of item frequency.
+    Raises: ValueError for a plain model.
     """
+    if model.config.bft is None or model.tau is None:
+        raise ValueError("model: expected a Bayesian filter, got a plain one")
     model.eval()
     n = len(split.target)
     rows = []
@@ -413,15 +419,7 @@ def anatomy(
     last_item = np.zeros(n, dtype=np.int64)
     for start in range(0, n, chunk):
         part = order[start : start + chunk]
-        items, times, _ = gather(
-            split.history,
-            part,
-            split.history.lengths[part],
-            model.config.length,
-        )
-        items = torch.from_numpy(items).to(device)
-        if times is not None:
-            times = torch.from_numpy(times).to(device)
+        items, times = _histories(model, split, part, device)
         last = (items > 0).sum(1) - 1
         each = torch.arange(len(part), device=device)
         last_item[part] = items[each, last].cpu().numpy()
@@ -447,7 +445,8 @@ def anatomy(
             if index == layer:
                 for k, x in enumerate(three):
                     values[k, part] = x.float().cpu().numpy()
-        noise = model_layers(model)[layer].log_process_noise.exp()
+        its = model_layers(model)[layer]
+        noise = its.get_parameter("log_process_noise").exp()
         found["layers"].append(
             {
                 "gain": [_mean(values[0][member == q]) for q in range(4)],
@@ -460,18 +459,18 @@ def anatomy(
             }
         )
     log_tau = model.tau.of_items(model.items.weight).cpu().numpy()
-    items = np.flatnonzero(split.frequency[1:] > 0) + 1
-    cuts, member = metrics.quartiles(split.frequency[items])
+    met = np.flatnonzero(split.frequency[1:] > 0) + 1
+    cuts, member = metrics.quartiles(split.frequency[met])
     found["item_frequency_cuts"] = cuts
     found["tau"] = [
-        float(np.exp(log_tau[items[member == q]]).mean()) for q in range(4)
+        float(np.exp(log_tau[met[member == q]]).mean()) for q in range(4)
     ]
     return found
 
 
 def model_layers(model: Recommender) -> nn.ModuleList:
     """The list of layers, wherever the model keeps it."""
-    return model.layers if hasattr(model, "layers") else model.encoder.layers
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
 
 
 def _typical(history: list[dict], name: str) -> float:

@@ -7,8 +7,9 @@
 - A plain "chapter 3" in a page's text becomes a link once it is written.
 - A badge image from another site becomes its text: the link stays, the
   request does not.
-- ``api-modules`` writes the API reference: every public module of a package,
-  read without being imported.
+- ``api-modules`` writes the API reference: whatever has a docstring in the
+  public modules of a package, read without being imported.
+- Thebe, which would run cells on a server elsewhere, is left out.
 """
 
 import ast
@@ -16,7 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import mathjax
 from docutils import nodes
@@ -185,30 +186,13 @@ class ApiModules(SphinxDirective):
             title = f"{package}.{name}"
             lines += [title, "-" * len(title), ""]
             lines += [f".. autoapimodule:: {title}", ""]
-            self.forget_inherited(title, source(root, name))
-            for kind, defined in definitions(source(root, name)):
+            for kind, defined, members in definitions(source(root, name)):
                 lines += [f".. autoapi{kind}:: {title}.{defined}"]
-                lines += ["   :members:"] if kind == "class" else []
+                lines += [f"   :members: {members}"] if members else []
                 lines += [""]
         return self.parse_text_to_nodes(
             "\n".join(lines), allow_section_headings=True
         )
-
-    def forget_inherited(self, module: str, path: Path) -> None:
-        """Drop what methods say in another library's words.
-
-        It is written for that library's pages, and is found only where that
-        library is installed.
-        """
-        known = self.env.autoapi_all_objects  # type: ignore[attr-defined]
-        for owner in ast.parse(path.read_text("utf8")).body:
-            for node in getattr(owner, "body", []):
-                if isinstance(node, ast.FunctionDef) and not (
-                    ast.get_docstring(node)
-                ):
-                    name = f"{module}.{owner.name}.{node.name}"
-                    if name in known:
-                        known[name].docstring = ""
 
 
 def modules(package: Path) -> list[str]:
@@ -232,14 +216,50 @@ def source(package: Path, name: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def definitions(path: Path) -> list[tuple[str, str]]:
-    """The public functions and classes that a module defines, in order."""
-    kinds = {ast.FunctionDef: "function", ast.ClassDef: "class"}
+def definitions(path: Path) -> list[tuple[str, str, str]]:
+    """(kind, name, members) of what a module defines and documents, in order.
+
+    A command is left out: its options are for the command line.
+    """
     return [
-        (kinds[type(node)], node.name)
+        (
+            "class" if isinstance(node, ast.ClassDef) else "function",
+            node.name,
+            ", ".join(members(node)),
+        )
         for node in ast.parse(path.read_text("utf8")).body
-        if type(node) in kinds and not node.name.startswith("_")
+        if documented(node)
+        and not any(
+            ast.unparse(mark).endswith("command()")
+            for mark in node.decorator_list
+        )
     ]
+
+
+def members(node: ast.stmt) -> list[str]:
+    """A class' fields, and its methods that say something themselves.
+
+    What a method inherits is another library's words, found only where that
+    library is installed.
+    """
+    found = []
+    for part in node.body if isinstance(node, ast.ClassDef) else []:
+        if isinstance(part, ast.AnnAssign):
+            found.append(ast.unparse(part.target))
+        elif documented(part):
+            found.append(part.name)
+    return [name for name in found if not name.startswith("_")]
+
+
+def documented(
+    node: ast.stmt,
+) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+    """Whether this is a public function or class with a docstring."""
+    return (
+        isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and ast.get_docstring(node) is not None
+    )
 
 
 def place(name: str, first: list[str]) -> tuple[int, str]:
@@ -296,9 +316,21 @@ def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
         del known[label]
 
 
+def leave_out_thebe(app: Sphinx) -> None:
+    """Take back what Thebe has registered; it declares its names twice."""
+    for event in ["env-before-read-docs", "doctree-resolved"]:
+        registered = app.events.listeners[event]
+        registered[:] = [
+            listener
+            for listener in registered
+            if listener.handler.__module__ != "sphinx_thebe"
+        ]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
     copy_static(app)
+    app.connect("builder-inited", leave_out_thebe)
     app.connect("env-purge-doc", forget)
     app.connect("autodoc-process-docstring", as_fields)
     app.add_directive("api-modules", ApiModules)
