@@ -48,7 +48,7 @@ def attend(
     may not be seen. Values are centred at the first key that may be seen,
     which leaves every result unchanged but for rounding.
     Raises: ValueError where the way asked for cannot do what is asked.
-    Equations (10.1)–(10.3).
+    Equations (10.1), (10.3), (10.4).
     """
     check_attention(query, key, value, log_token_precision)
     if neighbour_variance is not None:

@@ -254,6 +254,7 @@ def weighted_columns_grad(
 
     δ = Σ dO∘O + 2g Σα̃² needs no pass over the weights; it and the
     log-sum-exp ride along as one more column of the products.
+    Equation (10.5).
     """
     twice = 2 * grad_squares
     delta = (grad_out * out).sum(-1) + twice * squares

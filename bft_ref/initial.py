@@ -15,7 +15,7 @@ class ItemPrecision(nn.Module):
     Shapes: ``forward(items)`` with integer items (B, T) → log τ (B, T, d),
     d = ``features`` (1: one per item). All start at ``initial`` > 0, in
     1/state². Adds n_items·d parameters: 1/d of an embedding table if d = 1.
-    Equation (12.1); the paper.
+    Equation (12.5); the paper.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class MLPPrecision(nn.Module):
     Shapes: ``forward(h)``, h (B, T, d) → (B, T, features), in float32 or
     wider also under autocast. The last layer starts at zero, so that every τ
     starts at ``initial``.
-    Equation (12.2); the paper names the MLP, its shape is ours.
+    Equation (12.6); the paper names the MLP, its shape is ours.
     """
 
     def __init__(

@@ -4,10 +4,10 @@
 it. Slips are data, in ``slips.toml``; the working tree is never touched.
 """
 
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import pytest
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -26,6 +27,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SLIPS = ROOT / "tests" / "slips.toml"
 PAGE = ROOT / "book" / "slips.md"
 LIMIT = 180  # seconds for one slip
+# What the tests import besides the package.
+LIBRARIES = [
+    *["filterpy.kalman", "gstools", "hypothesis.strategies", "pykrige"],
+    *["scipy.stats", "statsmodels.api", "torch", "torch._dynamo"],
+]
+ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "OMP_NUM_THREADS": "1",
+    "CI": "true",  # hypothesis: the same examples every time
+}
 
 HEAD = """\
 # The slips table
@@ -95,52 +106,50 @@ def copied(folder: Path) -> Path:
 
 def tested(folder: Path, tests: Iterable[str]) -> Outcome:
     """Run test modules of the copy, up to the first failure."""
-    report = folder / "report.xml"
+    report, log = folder / "report.xml", folder / "log"
     report.unlink(missing_ok=True)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("BFT_FACTS", "PYTEST_ADDOPTS")
-    }
+    files = [f"tests/test_{name}.py" for name in tests]
     started = time.monotonic()
-    try:
-        done = subprocess.run(
-            [
-                *[sys.executable, "-m", "pytest", "-x", "-q"],
-                *["-p", "no:cacheprovider", f"--rootdir={folder}"],
-                f"--junitxml={report}",
-                *[f"tests/test_{name}.py" for name in tests],
-            ],
-            cwd=folder,
-            env={
-                **kept,
-                "PYTHONPATH": str(folder),
-                "PYTHONHASHSEED": "0",
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                "OMP_NUM_THREADS": "1",
-                "CI": "true",  # hypothesis: the same examples every time
-            },
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(None, f"no answer in {LIMIT} s", LIMIT)
+    process = processes().Process(
+        target=_pytest, args=(folder, [f"--junitxml={report}", *files], log)
+    )
+    process.start()
+    process.join(LIMIT)
     seconds = time.monotonic() - started
-    if done.returncode == 0:
+    if process.exitcode is None:
+        process.kill()
+        return Outcome(None, f"no answer in {LIMIT} s", seconds)
+    if process.exitcode == 0:
         return Outcome(None, "", seconds)
-    if done.returncode == 1:
+    if process.exitcode == 1:
         for case in ET.parse(report).iter("testcase"):
             failure = case.find("failure")
             if failure is not None:
-                test = "::".join(
-                    [
-                        case.attrib["classname"].replace(".", "/") + ".py",
-                        case.attrib["name"].partition("[")[0],
-                    ]
-                )
-                return Outcome(test, failure.attrib["message"], seconds)
-    return Outcome(None, done.stdout[-2000:] + done.stderr[-2000:], seconds)
+                file = case.attrib["classname"].replace(".", "/") + ".py"
+                test = case.attrib["name"].partition("[")[0]
+                message = failure.attrib["message"]
+                return Outcome(f"{file}::{test}", message, seconds)
+    return Outcome(None, log.read_text("utf8")[-4000:], seconds)
+
+
+def processes():
+    """Where a new process has the libraries already, if the system can."""
+    methods = multiprocessing.get_all_start_methods()
+    if "forkserver" not in methods:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *LIBRARIES])
+    return context
+
+
+def _pytest(folder: Path, arguments: list[str], log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))  # before the working tree
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}"]
+    sys.exit(pytest.main([*quiet, *arguments]))
 
 
 def silent(outcome: Outcome) -> bool:
@@ -219,6 +228,9 @@ def main(
 
     The page is written only when all slips of the list were tried.
     """
+    for name in ("BFT_FACTS", "PYTEST_ADDOPTS"):
+        os.environ.pop(name, None)
+    os.environ.update(ENVIRONMENT)
     everything = read(slips)
     unknown = set(only or []) - {slip.name for slip in everything}
     if unknown:
@@ -246,7 +258,7 @@ def main(
             outcome = tried(slip, folder)
             outcomes.append((slip, outcome))
             by = outcome.test or f"nothing. {outcome.message}"
-            console.print(f"{slip.name}: {by}", markup=False)
+            console.print(f"{slip.name}: {by}", markup=False, soft_wrap=True)
             table.add_row(
                 slip.name,
                 slip.file,

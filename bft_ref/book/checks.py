@@ -39,6 +39,9 @@ MEGABYTE = 1_000_000
 
 TAG = re.compile(r"\\tag\*?\{([^}]*)\}")
 CITED = re.compile(r"\((\d{1,2})\.(\d{1,2})\)")
+IN_CODE = re.compile(
+    r"(?i)\bequations?\s(?:\s*(?:#\s*)?(?:\(\d+\.\d+\)|,|–|and\b|to\b))+"
+)
 GIVEN = "<!-- given -->"
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 NUMERAL = re.compile(
@@ -257,10 +260,31 @@ def proof_complaints(
     return found + [f"({label}): has no test" for label in sorted(unproven)]
 
 
+def plain(source: str) -> str:
+    """The text of Markdown without its code and maths."""
+    found = []
+    for token in parsed(source):
+        found += [token.content] if token.type == "html_block" else []
+        children = token.children or []
+        found += [child.content for child in children if child.type == "text"]
+    return "\n".join(found)
+
+
+def code_citations(source: str) -> str:
+    """What Python source cites as "equation (c.n)"; 3.0 in f(3.0) is none.
+
+    That is what its docstrings and comments say.
+    """
+    return "\n".join(IN_CODE.findall(source))
+
+
 def citation_complaints(
     text: str, where: str, tags: dict[str, str]
 ) -> list[str]:
-    """Equations cited as (c.n) in a chapter that has none of that number."""
+    """Equations cited as (c.n) in a written chapter that has none of them.
+
+    ``text`` is what :func:`plain` or :func:`code_citations` returns.
+    """
     written = {int(label.split(".")[0]) for label in tags}
     return [
         f"{where}: cites ({c}.{n}), which no display has"

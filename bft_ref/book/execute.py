@@ -43,6 +43,7 @@ def execute(path: Path) -> None:
         ).execute()
         clean(notebook)
         copy_alt(notebook)
+        fold(notebook)
         facts = read(path.parent / "facts", path.stem)
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
@@ -92,6 +93,22 @@ def copy_alt(notebook: NotebookNode) -> None:
                 image = {"alt": about["alt"], "width": f"{about['width']}px"}
                 image["classes"] = "bft-figure dark-light"
                 cell.metadata["mystnb"] = {"image": image}
+
+
+def fold(notebook: NotebookNode) -> None:
+    """Fold, on the page, code that only draws or installs."""
+    for cell in notebook.cells:
+        shown = [output.get("data", {}) for output in cell.get("outputs", [])]
+        draws = any(
+            "image/png" in data or "bft-slider" in data.get("text/html", "")
+            for data in shown
+        )
+        tags = cell.metadata.get("tags", [])
+        if (draws or "install" in tags) and not {
+            "hide-cell",
+            "hide-input",
+        } & set(tags):
+            cell.metadata["tags"] = [*tags, "hide-input"]
 
 
 def main(names: list[str]) -> int:

@@ -14,6 +14,54 @@ import yaml
 
 from tests.book import links
 
+# At every start of Python: what the build environment lacks is not found.
+BLOCKED = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "bft_ref"}:
+            raise ModuleNotFoundError(f"blocked: {name}")
+
+sys.meta_path.insert(0, Block())
+"""
+MODULE = '''
+"""A module."""
+
+import torch
+import typer
+
+app = typer.Typer()
+
+
+class Layer(torch.nn.Module):
+    """A layer."""
+
+    width: int
+
+    def __init__(self):
+        self.hidden = 1
+
+    def forward(self, x):
+        return x
+
+    def half(self):
+        """Of this, one half."""
+
+
+def twice(x):
+    """Two of it."""
+
+
+def silent(x):
+    return x
+
+
+@app.command()
+def main(option):
+    """A command."""
+'''
+
 NUMBERED = r"$$\na = b \tag{9.1}\n$$\n".replace(r"\n", "\n")
 
 
@@ -58,6 +106,60 @@ def test_a_warning_fails_the_build_the_second_time_too(small_book, build):
     mended = build(small_book)
     assert mended.returncode == 0, mended.stderr
     assert "index.html" in mended.stdout
+
+
+@pytest.fixture
+def no_torch(tmp_path_factory, monkeypatch) -> None:
+    """Programs that are started find neither torch nor the package."""
+    folder = tmp_path_factory.mktemp("blocked")
+    (folder / "sitecustomize.py").write_text(BLOCKED)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_the_book_is_built_without_torch(
+    small_book, build, no_torch, root: Path
+):
+    (small_book / "bft_ref" / "__init__.py").write_text("import torch\n")
+    (small_book / "bft_ref" / "thing.py").write_text(MODULE)
+    (small_book / "book" / "page.md").unlink()
+    (small_book / "book" / "page.rst").write_text(
+        "A page\n======\n\n.. api-modules:: bft_ref\n"
+    )
+    done = build(small_book)
+    assert done.returncode == 0, done.stderr
+    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    assert [tag["id"] for tag in page.select("dt[id]")] == [
+        "bft_ref.thing.Layer",
+        "bft_ref.thing.Layer.half",
+        "bft_ref.thing.Layer.width",
+        "bft_ref.thing.twice",
+    ]
+    programs = ["book/site/repo.py", "--help"], ["-c", "import torch"]
+    assert [
+        subprocess.run(
+            [sys.executable, *program], cwd=root, capture_output=True
+        ).returncode
+        for program in programs
+    ] == [0, 1]
+
+
+def test_thebe_is_left_out(small_book, build):
+    assert build(small_book).returncode == 0
+    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    assert not [
+        script
+        for script in page.find_all("script")
+        if "thebe" in str(script).lower()
+    ]
+
+
+def test_the_reference_says_how_to_run_each_program(site: Path, root: Path):
+    text = links.read(site / "book" / "api.html").article.get_text()
+    for path in root.glob("bft_ref/**/*.py"):
+        if "typer.Typer(" in path.read_text("utf8"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            name = name.removesuffix(".__main__")
+            assert f"python -m {name}" in text
 
 
 def test_what_the_contents_do_not_list_is_not_published(small_book, build):

@@ -1,6 +1,5 @@
 """Every numbered equation has a test, every such test its equation."""
 
-import re
 from pathlib import Path
 
 import nbformat
@@ -12,8 +11,8 @@ from tests.book.small import book, code, md
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 PROOFS = sorted((ROOT / "tests" / "equations").glob("test_*.py"))
-CITATION = re.compile(r"(?i)equations?[\s(\d.),–andto]+")
-TEXTS = sorted([*ROOT.glob("bft_ref/**/*.py"), *ROOT.glob("book/*.md")])
+MODULES = sorted(ROOT.glob("bft_ref/**/*.py"))
+PAGES = sorted([*ROOT.glob("book/*.md"), *ROOT.glob("*.md")])
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,14 @@ def test_equations_and_tests_are_the_same(tags):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_cite_equations_that_are_there(path: Path, tags):
     notebook = nbformat.read(path, as_version=4)
-    texts = [text for _, text in checks.sources(notebook, "markdown")]
-    for _, source in checks.sources(notebook, "code"):
-        texts += CITATION.findall(source)
+    texts = [
+        checks.plain(source)
+        for _, source in checks.sources(notebook, "markdown")
+    ]
+    texts += [
+        checks.code_citations(source)
+        for _, source in checks.sources(notebook, "code")
+    ]
     assert [
         complaint
         for text in texts
@@ -52,13 +56,16 @@ def test_notebooks_cite_equations_that_are_there(path: Path, tags):
     ] == []
 
 
-def test_docstrings_and_pages_cite_equations_that_are_there(tags):
-    assert [
-        complaint
-        for path in TEXTS
-        for text in CITATION.findall(path.read_text("utf8"))
-        for complaint in checks.citation_complaints(text, str(path), tags)
-    ] == []
+@pytest.mark.parametrize("path", MODULES + PAGES, ids=lambda path: path.name)
+def test_docstrings_and_pages_cite_equations_that_are_there(path: Path, tags):
+    text = path.read_text("utf8")
+    read = checks.code_citations if path.suffix == ".py" else checks.plain
+    assert checks.citation_complaints(read(text), path.name, tags) == []
+
+
+def test_docstrings_cite_many_equations():
+    cited = [checks.code_citations(path.read_text("utf8")) for path in MODULES]
+    assert len(checks.CITED.findall("".join(cited))) > 40
 
 
 def display(latex: str) -> str:
@@ -129,6 +136,41 @@ def test_a_citation_of_no_equation_is_noticed():
     text = "By (2.1), (2.3) and, not written yet, (7.1)."
     assert checks.citation_complaints(text, "here", tags) == [
         "here: cites (2.3), which no display has"
+    ]
+
+
+def test_code_and_maths_in_a_page_cite_nothing():
+    page = """# By (2.1)
+
+See (2.2), not `f(2.3)` nor $g(2.4)$.
+
+    f(2.5)
+
+$$
+h(2.6)
+$$
+
+<details><summary>By (2.7)</summary>
+
+So (2.8).
+
+</details>
+"""
+    found = checks.CITED.findall(checks.plain(page))
+    assert found == [("2", "1"), ("2", "2"), ("2", "7"), ("2", "8")]
+
+
+def test_a_docstring_that_cites_no_equation_is_noticed():
+    module = '''
+def f(x):
+    """Twice x. Equations (2.1), (2.2) and
+    (2.3)–(2.4), then equation (7.1); not (2.5)."""
+    return f(2.6)  # Equation (2.7)
+'''
+    tags = {"2.1": "a", "2.2": "b"}
+    cited = checks.code_citations(module)
+    assert checks.citation_complaints(cited, "f", tags) == [
+        f"f: cites (2.{n}), which no display has" for n in [3, 4, 7]
     ]
 
 

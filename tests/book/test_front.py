@@ -13,6 +13,7 @@ from torch import nn
 
 import bft_ref
 from tests.book import links
+from tests.example import examples
 
 
 def code_of(page: Path) -> str:
@@ -37,6 +38,25 @@ def test_the_example_of_the_readme_runs(root: Path, tmp_path: Path):
         r"mean gain, layer by layer: \['0\.\d\d', '0\.\d\d'\]\n",
         done.stdout,
     )
+
+
+def test_the_quick_starts_run(root: Path, tmp_path: Path):
+    page = root / "book" / "how-to.md"
+    blocks = examples(page)
+    assert len(blocks) == 3
+    assert all(len(b.replace("\n\n", "\n").splitlines()) <= 11 for b in blocks)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", root / "tests" / "example.py", page],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    layer, encoder, drop_in = done.stdout.splitlines()
+    assert "[2, 4, 10]" in layer and "[2, 10, 1]" in layer
+    assert float(encoder.split()[-1]) < 1e-5
+    assert 0 < float(drop_in.split()[-1]) < 0.1
 
 
 def test_one_layer_on_one_page_is_the_layer(root: Path):

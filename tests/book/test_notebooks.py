@@ -196,3 +196,27 @@ def test_a_notebook_is_stored_and_each_change_of_it_noticed(
     assert execute.main([str(small)]) == 1
     assert small.read_text("utf8") == before
     assert recorded.read_text("utf8") == facts
+
+
+def test_only_drawing_and_installing_code_is_folded():
+    def cell(tags, *datas):
+        outputs = [
+            nbformat.v4.new_output("display_data", data) for data in datas
+        ]
+        return nbformat.v4.new_code_cell(
+            outputs=outputs, metadata={"tags": list(tags)}
+        )
+
+    book = nbformat.v4.new_notebook(
+        cells=[
+            cell(["install"]),
+            cell([], {"image/png": ""}),
+            cell([], {"text/html": '<div class="bft-slider x"></div>'}),
+            cell([], {"text/plain": "1"}),
+            cell(["hide-cell"], {"image/png": ""}),
+        ]
+    )
+    for _ in range(2):  # folding twice changes nothing
+        execute.fold(book)
+        folded = [c.metadata["tags"].count("hide-input") for c in book.cells]
+        assert folded == [1, 1, 1, 0, 0]
