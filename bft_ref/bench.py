@@ -11,7 +11,6 @@ step is forward and backward, gradients of all parameters and inputs.
 
 import gc
 import json
-import platform
 import re
 import statistics
 import tempfile
@@ -34,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import bft_ref
 from bft_ref import Belief, BFTConfig, BFTLayer
+from bft_ref.train.provenance import device_name
 
 CPU_CASES = ["128,50,64,2", "8,512,256,4", "1,4096,256,4"]
 CUDA_CASES = ["128,50,64,2", "8,512,256,4", "1,4096,1024,16"]
@@ -256,13 +256,6 @@ def measure(
         )
         for name in calls
     ]
-
-
-def device_name(device: torch.device) -> str:
-    """What the figures were measured on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def report(rows: list[Measurement]) -> Table:

@@ -7,12 +7,14 @@ Runs go in the order below, one at a time, and are skipped when their JSON is
 in this folder; an interrupted run goes on from its checkpoint in --work.
 """
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from shutil import copyfile
+from typing import Annotated
+
+import typer
 
 HERE = Path(__file__).parent
 SETS = ("beauty", "instruments", "sports", "toys", "lastfm", "ml-100k")
@@ -90,7 +92,19 @@ def grid() -> list[tuple[str, list[str]]]:
     return runs
 
 
-def main(work: Path, data_dir: str | None, only_list: bool) -> None:
+def main(
+    work: Annotated[
+        Path, typer.Option(help="For checkpoints, logs and a file 'stop'.")
+    ] = Path("runs"),
+    data_dir: Annotated[
+        str | None,
+        typer.Option(envvar="BFT_DATA", help="Where the data sets are."),
+    ] = None,
+    only_list: Annotated[
+        bool, typer.Option("--list", help="Say what is done and what is open.")
+    ] = False,
+) -> None:
+    """Make the runs that are missing, in order."""
     work.mkdir(parents=True, exist_ok=True)
     for name, arguments in grid():
         done = HERE / f"{name}.json"
@@ -118,9 +132,4 @@ def main(work: Path, data_dir: str | None, only_list: bool) -> None:
 
 
 if __name__ == "__main__":
-    arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
-    main(
-        Path(arguments.get("--work", "runs")),
-        arguments.get("--data-dir", os.environ.get("BFT_DATA")),
-        "--list" in sys.argv,
-    )
+    typer.run(main)

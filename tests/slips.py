@@ -239,7 +239,9 @@ def main(
     for slip in chosen:
         slip.applied((ROOT / "bft_ref" / slip.file).read_text("utf8"))
     console = Console()
-    table = Table("slip", "module", "caught by", "seconds", title="Slips")
+    table = Table("slip", "module", title="Slips")
+    table.add_column("caught by", overflow="fold")
+    table.add_column("seconds", justify="right")
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="slips-") as name:
         folder = copied(Path(name))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from bft_ref.train import (
     training_batches,
 )
 from bft_ref.train.__main__ import app, filter_config
+from bft_ref.train.trainer import anatomy
 
 ROOT = Path(__file__).parent.parent
 TINY = {"d": 8, "ffn": 16, "heads": 2, "length": 6, "dropout": 0.2}
@@ -198,6 +200,24 @@ def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
         assert all(0 < k < 1 for k in layer["gain"] if k is not None)
         assert layer["process_noise_mean"] > 0
     assert len(result["anatomy"]["tau"]) == 4
+
+
+def test_a_plain_model_has_no_anatomy(sequences):
+    fitted = run(sequences)
+    with pytest.raises(ValueError, match="expected a Bayesian filter"):
+        anatomy(
+            fitted.model, sequences.split("validation"), torch.device("cpu")
+        )
+
+
+def test_the_command_line_offers_all_there_is():
+    from bft_ref.data import READERS
+    from bft_ref.data.formats import Format
+    from bft_ref.models import MODELS
+    from bft_ref.train.__main__ import Model
+
+    assert get_args(Format) == tuple(READERS)
+    assert get_args(Model) == (*MODELS, "popularity", "item-knn")
 
 
 def test_a_trained_model_beats_popularity():

@@ -177,7 +177,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         found = stale(args.root)
-        print("\n".join(found + ["Run make set-repo."] * bool(found)), end="")
+        for line in found + ["Run make set-repo."] * bool(found):
+            print(line)
         return bool(found)
     given = {
         name: getattr(args, name)

@@ -199,9 +199,9 @@ def test_a_notebook_is_stored_and_each_change_of_it_noticed(
 
 
 def test_only_drawing_and_installing_code_is_folded():
-    def cell(tags, *datas):
+    def cell(tags, *shown):
         outputs = [
-            nbformat.v4.new_output("display_data", data) for data in datas
+            nbformat.v4.new_output("display_data", data) for data in shown
         ]
         return nbformat.v4.new_code_cell(
             outputs=outputs, metadata={"tags": list(tags)}
