@@ -205,6 +205,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 ROWS = 128  # queries at a time; a causal block skips the keys after them
+HEADS = 4  # at least so many at a time: threads share them
 BLOCK = {"cpu": 2**19, "cuda": 2**25}  # weights held at a time
 
 
@@ -323,7 +324,7 @@ def _blocks(q: Tensor, k: Tensor, is_causal: bool):
     keys = k.shape[1]
     budget = BLOCK.get(q.device.type, BLOCK["cuda"])
     rows = min(max(budget // keys, 16), ROWS, queries)
-    group = max(budget // (rows * keys), 1)
+    group = max(budget // (rows * keys), HEADS)
     for n in range(0, heads, group):
         for t in range(0, queries, rows):
             last = t + rows if is_causal else keys

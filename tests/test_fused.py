@@ -24,6 +24,7 @@ def small_blocks(monkeypatch):
     """Several blocks, the last one ragged, even at the size of a test."""
     monkeypatch.setattr(fused, "HIDDEN_BLOCK", 9 * 64)
     monkeypatch.setattr(fused, "ROWS", 4)
+    monkeypatch.setattr(fused, "HEADS", 1)
     monkeypatch.setitem(fused.BLOCK, "cpu", 64)
 
 
