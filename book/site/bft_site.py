@@ -9,6 +9,7 @@
   request does not.
 - ``api-modules`` writes the API reference: whatever has a docstring in the
   public modules of a package, read without being imported.
+- The empty corner of a table that pandas wrote is no heading.
 - Thebe, which would run cells on a server elsewhere, is left out.
 """
 
@@ -158,6 +159,21 @@ def chapter(env: BuildEnvironment, number: str) -> str | None:
     """The page of the chapter of this number, if it is in the book."""
     start = f"notebooks/{int(number):02d}-"
     return next((p for p in env.found_docs if p.startswith(start)), None)
+
+
+class EmptyCorners(SphinxPostTransform):
+    """Make a heading cell without text, in HTML from pandas, a plain cell."""
+
+    default_priority = 700
+
+    def run(self, **kwargs: Any) -> None:
+        for raw in list(self.document.findall(nodes.raw)):
+            html = raw.astext()
+            if "<th></th>" in html:
+                mended = html.replace("<th></th>", "<td></td>")
+                raw.parent.replace(
+                    raw, nodes.raw("", mended, format=raw["format"])
+                )
 
 
 class NameBadges(SphinxTransform):
@@ -337,4 +353,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(AnchorEquations)
     app.add_transform(NameBadges)
     app.add_post_transform(LinkNumbers)
+    app.add_post_transform(EmptyCorners)
     return {"version": "1", "parallel_read_safe": False}

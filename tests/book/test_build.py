@@ -143,6 +143,29 @@ def test_the_book_is_built_without_torch(
     ] == [0, 1]
 
 
+def test_a_table_of_pandas_has_no_empty_heading(small_book, build):
+    table = "<table><tr><th></th><th>a</th></tr></table>"
+    cell = nbformat.v4.new_code_cell(
+        "table",
+        execution_count=1,
+        outputs=[nbformat.v4.new_output("display_data", {"text/html": table})],
+    )
+    title = nbformat.v4.new_markdown_cell("# A page")
+    (small_book / "book" / "page.md").unlink()
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=[title, cell],
+            metadata={"language_info": {"name": "python"}},
+        ),
+        small_book / "book" / "page.ipynb",
+    )
+    done = build(small_book)
+    assert done.returncode == 0, done.stderr
+    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    cells = page.select_one("article table").find_all(["th", "td"])
+    assert [str(tag) for tag in cells] == ["<td></td>", "<th>a</th>"]
+
+
 def test_thebe_is_left_out(small_book, build):
     assert build(small_book).returncode == 0
     page = links.read(small_book / "_build" / "html" / "book" / "page.html")
