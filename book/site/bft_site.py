@@ -170,10 +170,9 @@ class EmptyCorners(SphinxPostTransform):
         for raw in list(self.document.findall(nodes.raw)):
             html = raw.astext()
             if "<th></th>" in html:
-                mended = html.replace("<th></th>", "<td></td>")
-                raw.parent.replace(
-                    raw, nodes.raw("", mended, format=raw["format"])
-                )
+                mended = raw.copy()  # its classes too: it scrolls by them
+                mended += nodes.Text(html.replace("<th></th>", "<td></td>"))
+                raw.parent.replace(raw, mended)
 
 
 class NameBadges(SphinxTransform):

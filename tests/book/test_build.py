@@ -162,7 +162,9 @@ def test_a_table_of_pandas_has_no_empty_heading(small_book, build):
     done = build(small_book)
     assert done.returncode == 0, done.stderr
     page = links.read(small_book / "_build" / "html" / "book" / "page.html")
-    cells = page.select_one("article table").find_all(["th", "td"])
+    cells = page.select_one("article .output.text_html > table").find_all(
+        ["th", "td"]
+    )
     assert [str(tag) for tag in cells] == ["<td></td>", "<th>a</th>"]
 
 
