@@ -1,11 +1,18 @@
 """Layers and beliefs to test with: nothing at its default, no unit scale."""
 
+import re
+
 import numpy as np
 import torch
 
 from bft_ref import Belief, BFTConfig, BFTEncoder, BFTLayer
 
 D_MODEL, HEADS, WIDTH = 8, 2, 12
+
+
+def label(value):
+    """A parameter's name in a test's: the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def randomise(module, seed=1):

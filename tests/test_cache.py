@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from bft_ref import Belief, KeyValueCache
-from tests.builders import left_padding, make_belief, make_encoder, make_layer
+from tests.builders import (
+    label,
+    left_padding,
+    make_belief,
+    make_encoder,
+    make_layer,
+)
 
 CONFIGS = [
     {},
@@ -33,7 +39,7 @@ def decode(model, belief, steps, hidden=None):
     return Belief(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize("steps", [[1] * 6, [4, 1, 1], [2, 3, 1], [6]])
 def test_incremental_decoding_equals_the_full_pass(config, steps):
     model = make_encoder(2, **config)

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from bft_ref import Belief
-from tests.builders import left_padding, make_belief, make_encoder, make_layer
+from tests.builders import (
+    label,
+    left_padding,
+    make_belief,
+    make_encoder,
+    make_layer,
+)
 
 
 def step(model, belief, hidden):
@@ -60,7 +66,7 @@ def test_compiled_training_step_without_graph_breaks(make, config):
             }
         },
     ],
-    ids=str,
+    ids=label,
 )
 def test_every_option_is_captured_in_one_graph(config):
     """The front end alone: what breaks a graph breaks it there."""
@@ -100,7 +106,7 @@ def test_compiled_graphs_do_not_read_values():
         {"granularity": "token", "norm_first": False},
         {"variance_rule": "row"},
     ],
-    ids=str,
+    ids=label,
 )
 def test_export(config):
     class Encoder(nn.Module):

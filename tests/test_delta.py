@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bft_ref import delta, fused
 from bft_ref.delta import ACTIVATIONS, GATED
+from tests.builders import label
 
 NAMES = [*ACTIVATIONS, *GATED]
 NORMS = ["none", "layernorm", "rmsnorm"]
@@ -95,7 +96,7 @@ def every_sign(d):
         torch.nn.GELU(),
         partial(F.leaky_relu, negative_slope=0.3),
     ],
-    ids=str,
+    ids=label,
 )
 def test_value_and_slope_against_autograd_and_differences(activation):
     a = torch.linspace(-4, 4, 31, dtype=torch.float64) + 0.013

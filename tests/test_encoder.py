@@ -9,6 +9,7 @@ from tests.builders import (
     D_MODEL,
     HEADS,
     WIDTH,
+    label,
     left_padding,
     make_belief,
     make_encoder,
@@ -180,7 +181,7 @@ def test_traces_hold_every_layer():
         {"dropout": 0.3, "variance_rule": "row"},
         {"dropout": 0.3, "jacobian": "hutchinson", "granularity": "token"},
     ],
-    ids=str,
+    ids=label,
 )
 def test_checkpointing_gives_identical_outputs_and_gradients(config):
     found = []

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_ref import Belief
-from tests.builders import left_padding, make_belief, make_encoder, make_layer
+from tests.builders import (
+    label,
+    left_padding,
+    make_belief,
+    make_encoder,
+    make_layer,
+)
 
 GRANULARITIES = ["feature", "token"]
 
@@ -56,7 +62,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize("exponent", [-30, -10, 10, 30])
 def test_precision_from_1e_minus_30_to_1e30_in_float32(config, exponent):
     model = make_encoder(2, dtype=torch.float32, **config)
@@ -65,7 +71,7 @@ def test_precision_from_1e_minus_30_to_1e30_in_float32(config, exponent):
     run(model, Belief(belief.mean, log))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_precisions_sixty_orders_of_magnitude_apart(config):
     model = make_encoder(2, dtype=torch.float32, **config)
     belief = make_belief(2, 6, dtype=torch.float32)
@@ -74,7 +80,7 @@ def test_precisions_sixty_orders_of_magnitude_apart(config):
         run(model, Belief(belief.mean, order), None, None, True)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_length_one(config):
     model = make_encoder(2, dtype=torch.float32, **config)
     belief = make_belief(2, 1, dtype=torch.float32)
@@ -86,7 +92,7 @@ def test_length_one(config):
             )
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_everything_masked(config):
     model = make_encoder(2, dtype=torch.float32, **config)
     hidden = torch.ones(2, 5, dtype=torch.bool)
@@ -100,7 +106,7 @@ def test_everything_masked(config):
             assert (trace.gain[1, 3:] > 0).all()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize("value", [0.0, 777.7, -1e6])
 def test_identical_tokens_and_features(config, value):
     """No dispersion anywhere, and a norm whose spread is its ε alone."""
@@ -109,7 +115,7 @@ def test_identical_tokens_and_features(config, value):
     run(model, Belief(torch.full_like(belief.mean, value), belief[1]))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize("size", [1e-20, 1e4, 1e8])
 def test_states_of_any_size(config, size):
     model = make_encoder(2, dtype=torch.float32, **config)
@@ -134,7 +140,7 @@ def test_mean_far_above_the_spread_in_float32(granularity):
     assert error < 0.02
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_one_hot_attention(config):
     model = make_encoder(2, dtype=torch.float32, **config)
     with torch.no_grad():

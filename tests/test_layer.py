@@ -15,6 +15,7 @@ from tests.builders import (
     D_MODEL,
     HEADS,
     WIDTH,
+    label,
     left_padding,
     make_belief,
     make_layer,
@@ -503,7 +504,7 @@ def test_extra_parameters_are_below_a_thousandth(d, granularity):
         {"jacobian": "hutchinson"},
         {"jacobian": "hutchinson", "options": {"norm": "rmsnorm"}},
     ],
-    ids=str,
+    ids=label,
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_gradcheck_of_the_whole_layer(first, config):

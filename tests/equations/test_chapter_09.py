@@ -17,7 +17,7 @@ from torch.func import jacrev
 
 from bft_ref import Belief, BFTConfig, BFTEncoder, delta, update
 from bft_ref.reml import observation_variance
-from tests.builders import make_belief, make_layer
+from tests.builders import label, make_belief, make_layer
 from tests.equations import equation
 
 F64 = torch.float64
@@ -34,7 +34,7 @@ CONFIGS = [
     r" = \sum_k W_{O,ik}^2\;\frac{n+1}{n}\;"
     r"\frac{\nu_0s_{0,k}^2 + nD_k}{\nu_0 + n - 1}",
 )
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_observe(config):
     """Written out in numpy from the trace's weights."""
     layer, belief = make_layer(prior_dof=2.5, **config), make_belief()
