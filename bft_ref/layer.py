@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,14 +70,14 @@ class Observation(NamedTuple):
     """What attention adds to the state, and how precisely it is known.
 
     ``innovation`` e (B, T, d), state; ``log_precision`` log λ_obs (B, T, d)
-    or (B, T, 1), −inf where a token saw nothing; ``n_eff`` (B, H, T);
-    ``weights`` α̃ (B, H, T, S) or None.
+    or (B, T, 1), −inf where a token saw nothing; ``n_eff`` (B, H, T) and
+    ``weights`` α̃ (B, H, T, S) where they were kept.
     """
 
     innovation: Tensor
     log_precision: Tensor
-    n_eff: Tensor
-    weights: Tensor | None
+    n_eff: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class LayerTrace(NamedTuple):
@@ -235,7 +235,7 @@ class BFTLayer(nn.Module):
             return predicted
         return predicted, LayerTrace(
             seen.weights,
-            seen.n_eff,
+            cast(Tensor, seen.n_eff),
             seen.log_precision,
             k,
             updated.log_precision,

@@ -349,6 +349,17 @@ def test_a_gate_reaches_the_model(kind):
             assert p.grad is not None and p.grad.abs().sum() > 0, name
 
 
+def test_a_gate_may_differ_between_layers():
+    one, two = small(gate="constant", gate_value=(0.0, 1.0)), small()
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad():  # a first layer that attends to nothing
+        two.encoder.layers[0].out_proj.weight.zero_()
+        two.encoder.layers[0].out_proj.bias.zero_()
+    torch.testing.assert_close(one(ITEMS), two(ITEMS))
+    with pytest.raises(ValueError, match="gate_value: expected a number, or"):
+        small(gate="constant", gate_value=(0.5, 0.5, 0.5))
+
+
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
 def test_tau_bias_moves_the_logits_alone(model):
     biased, plain = small(model, tau_bias=True), small(model)

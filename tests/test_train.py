@@ -22,12 +22,15 @@ from bft_ref.metrics import Ranking
 from bft_ref.models import ModelConfig
 from bft_ref.train import (
     TrainConfig,
+    anatomy,
+    evaluate,
     fit,
+    interventions,
+    mechanism,
     next_item_loss,
     training_batches,
 )
 from bft_ref.train.__main__ import app, filter_config
-from bft_ref.train.trainer import anatomy
 
 ROOT = Path(__file__).parent.parent
 TINY = {"d": 8, "ffn": 16, "heads": 2, "length": 6, "dropout": 0.2}
@@ -200,6 +203,45 @@ def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
         assert all(0 < k < 1 for k in layer["gain"] if k is not None)
         assert layer["process_noise_mean"] > 0
     assert len(result["anatomy"]["tau"]) == 4
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_interventions_change_what_they_name_and_leave_the_model(
+    sequences, model
+):
+    bft = BFTConfig(observation="value", project=False, process_noise=0.3)
+    fitted = run(sequences, model={"model": model, "bft": bft}, epochs=1)
+    split, cpu = sequences.split("validation"), torch.device("cpu")
+    net = fitted.model.eval()
+    items = torch.randint(1, 41, (4, 6))
+    before = net(items)
+
+    def seen(change):
+        with torch.no_grad(), change:
+            return net(items, trace=True)
+
+    other = net.tau.of_items(net.items.weight).flip(0) + torch.arange(
+        net.items.num_embeddings
+    ).remainder(3)
+    moved = seen(mechanism._initial_precision(net, other))[0]
+    assert not torch.allclose(moved, before)
+    gains = [torch.full((net.config.d,), k) for k in (0.2, 0.6)]
+    _, traces = seen(mechanism._constant_gains(net, gains))
+    for trace, gain in zip(traces, gains, strict=True):
+        torch.testing.assert_close(
+            trace.gain, gain.expand_as(trace.gain), rtol=1e-5, atol=1e-6
+        )
+    assert torch.equal(net(items), before)
+    found = interventions(net, split, lambda: evaluate(net, split, cpu))
+    assert list(found) == [
+        "trained",
+        "tau equal",
+        "tau shuffled",
+        "gain constant",
+    ]
+    trained = fitted.result["validation"]["NDCG@10"]
+    assert found["trained"]["NDCG@10"] == trained
+    assert torch.equal(net(items), before)
 
 
 def test_a_plain_model_has_no_anatomy(sequences):

@@ -20,7 +20,8 @@ class ModelConfig:
     ``bft`` is the switch: None is the plain model, a BFTConfig makes every
     layer a Bayesian filter. ``gate``, ``gate_value`` and ``tau_bias`` are
     rivals and controls of the plain model: see
-    :class:`bft_ref.models.gates.Gate`; ``tau_bias`` adds a learned log τ of
+    :class:`bft_ref.models.gates.Gate`; ``gate_value`` is one number, or one
+    per layer; ``tau_bias`` adds a learned log τ of
     the key's item to the attention logits and changes nothing else (K = 1).
     ``tau``, ``tau_power`` and ``tau_start`` say where a filter's (or that
     bias') initial precision comes from: see
@@ -41,7 +42,7 @@ class ModelConfig:
     activation: str = "gelu"
     residual: str = "pre"
     gate: str = "none"
-    gate_value: float = 1.0
+    gate_value: float | tuple[float, ...] = 1.0
     tau_bias: bool = False
     tau: str = "item"
     tau_power: float = -0.125
@@ -62,6 +63,12 @@ class ModelConfig:
         if self.d % self.heads:
             raise ValueError(
                 f"heads: expected a divisor of d={self.d}, got {self.heads}"
+            )
+        values = self.gate_values
+        if len(values) != self.layers or not np.isfinite(values).all():
+            raise ValueError(
+                f"gate_value: expected a number, or one for each of "
+                f"{self.layers} layers, got {self.gate_value!r}"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected [0, 1), got {self.dropout!r}")
@@ -85,6 +92,13 @@ class ModelConfig:
             raise ValueError(
                 f"{plain_only[0]}: HSTU has no such control, its own U gates"
             )
+
+    @property
+    def gate_values(self) -> tuple[float, ...]:
+        """``gate_value`` of each layer."""
+        if isinstance(self.gate_value, int | float):
+            return (self.gate_value,) * self.layers
+        return tuple(self.gate_value)
 
 
 class Recommender(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from bft_ref import delta, reml
 from bft_ref.belief import Belief, discount, wide
 from bft_ref.kalman import update
-from bft_ref.layer import LayerTrace
+from bft_ref.layer import LayerTrace, Observation
 from bft_ref.models.base import ModelConfig, Recommender
 
 TIME_BUCKETS = 129
@@ -66,7 +66,7 @@ class HSTULayer(nn.Module):
             weights, v, inner, x, belief, normed, u
         )
         log_observed = torch.where(informative, -variance.log(), -torch.inf)
-        updated, gain = update(belief, e, log_observed)
+        updated, gain = self.update(belief, Observation(e, log_observed))
         log_q = wide(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
@@ -83,6 +83,12 @@ class HSTULayer(nn.Module):
             updated.log_precision,
             torch.zeros_like(log_observed),
         )
+
+    def update(
+        self, belief: Belief, seen: Observation
+    ) -> tuple[Belief, Tensor]:
+        """The residual connection as a Kalman update, and its gain."""
+        return update(belief, seen.innovation, seen.log_precision)
 
     def _variance(self, weights, v, inner, x, belief, normed, u):
         """Var e, (B, T, d or 1), and whether a token saw anything."""

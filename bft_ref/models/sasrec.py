@@ -21,7 +21,9 @@ class Block(nn.Module):
     Shapes: h (B, T, d); ``bias`` broadcasts to the logits (B, H, T, T).
     """
 
-    def __init__(self, config: ModelConfig, norm: str, causal: bool):
+    def __init__(
+        self, config: ModelConfig, norm: str, causal: bool, layer: int = 0
+    ):
         super().__init__()
         c = self.config = config
         self.norm, self.causal = norm, causal
@@ -30,7 +32,7 @@ class Block(nn.Module):
         self.linear1 = nn.Linear(c.d, c.ffn)
         self.linear2 = nn.Linear(c.ffn, c.d)
         self.norm1, self.norm2 = nn.LayerNorm(c.d), nn.LayerNorm(c.d)
-        self.gate = Gate(c.gate, c.d, c.heads, c.gate_value)
+        self.gate = Gate(c.gate, c.d, c.heads, c.gate_values[layer])
         self.activation, _ = activation_function(c.activation)
         nn.init.xavier_uniform_(self.in_proj.weight)
         nn.init.zeros_(self.in_proj.bias)
@@ -88,7 +90,7 @@ class Encoder(nn.Module):
         self.causal = causal
         layers: list[Block] | list[BFTLayer]
         if c.bft is None:
-            layers = [Block(c, norm, causal) for _ in range(c.layers)]
+            layers = [Block(c, norm, causal, i) for i in range(c.layers)]
         else:
             layers = [
                 BFTLayer(

@@ -2,10 +2,10 @@
 
 from bft_ref.train.batches import Batch, training_batches
 from bft_ref.train.losses import LOSSES, next_item_loss
+from bft_ref.train.mechanism import anatomy, interventions
 from bft_ref.train.trainer import (
     Fitted,
     TrainConfig,
-    anatomy,
     evaluate,
     fit,
     scorer,
@@ -19,6 +19,7 @@ __all__ = [
     "anatomy",
     "evaluate",
     "fit",
+    "interventions",
     "next_item_loss",
     "scorer",
     "training_batches",

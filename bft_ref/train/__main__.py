@@ -76,6 +76,21 @@ def filter_config(text: str | None) -> BFTConfig | None:
         raise typer.BadParameter(str(error), param_hint="--bft") from None
 
 
+def numbers(text: str) -> float | tuple[float, ...]:
+    """``0.7`` → 0.7, ``0.9,0.2`` → (0.9, 0.2).
+
+    Raises: typer.BadParameter for anything else.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected a number, or several with commas; got {text!r}",
+            param_hint="--gate-value",
+        ) from None
+    return found[0] if len(found) == 1 else found
+
+
 @app.command()
 def main(
     data: Annotated[
@@ -186,12 +201,13 @@ def main(
         ),
     ] = "none",
     gate_value: Annotated[
-        float,
+        str,
         typer.Option(
-            help="The constant, or a learned factor's start.",
+            help="The constant, or a learned factor's start; one number, or "
+            "one per layer: 0.9,0.2.",
             rich_help_panel=RIVALS,
         ),
-    ] = 1.0,
+    ] = "1",
     tau_bias: Annotated[
         bool,
         typer.Option(
@@ -362,7 +378,7 @@ def main(
                 dropout=dropout,
                 residual=residual,
                 gate=gate,
-                gate_value=gate_value,
+                gate_value=numbers(gate_value),
                 tau_bias=tau_bias,
                 tau=tau,
                 tau_power=tau_power,

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bft_ref import checks, metrics
 from bft_ref.data.sequences import Sequences, Split
 from bft_ref.models import ModelConfig, Recommender, build
-from bft_ref.train.batches import gather, training_batches
+from bft_ref.train.batches import training_batches
 from bft_ref.train.losses import LOSSES, next_item_loss, uniform_negatives
+from bft_ref.train.mechanism import anatomy, histories, interventions
 from bft_ref.train.provenance import code_version, device_name, peak_memory
 
 
@@ -84,19 +84,9 @@ def scorer(
     """What :func:`bft_ref.metrics.evaluate` asks: scores of some users."""
 
     def score(part):
-        return model.scores(*_histories(model, split, part, device))
+        return model.scores(*histories(model, split, part, device))
 
     return score
-
-
-def _histories(
-    model: Recommender, split: Split, part: NDArray, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Items and times of some users, as long as the model can see."""
-    lengths = split.history.lengths[part]
-    items, times, _ = gather(split.history, part, lengths, model.config.length)
-    seconds = None if times is None else torch.from_numpy(times).to(device)
-    return torch.from_numpy(items).to(device), seconds
 
 
 @torch.no_grad()
@@ -230,6 +220,9 @@ def fit(
         result[name] = metrics.report(part, rankings[name])
     if model_config.bft is not None:
         result["anatomy"] = anatomy(model, split, device)
+        result["interventions"] = interventions(
+            model, split, lambda: evaluate(model, split, device)
+        )
     result |= {
         "code": code_version(),
         "device": device_name(device),
@@ -399,87 +392,5 @@ def _rounded(found: dict) -> dict:
     return {name: f"{value:.4f}" for name, value in found.items()}
 
 
-@torch.no_grad()
-def anatomy(
-    model: Recommender, split: Split, device: torch.device, chunk: int = 512
-) -> dict:
-    """What the filter does: K, λ and n_eff of last items, by their rarity.
-
-    Per layer and quartile of the last item's training frequency: the mean
-    gain, the median precision after the update, the mean n_eff; and per
-    layer Q; and τ by quartile of item frequency.
-    Raises: ValueError for a plain model.
-    """
-    if model.config.bft is None or model.tau is None:
-        raise ValueError("model: expected a Bayesian filter, got a plain one")
-    model.eval()
-    n = len(split.target)
-    rows = []
-    order = np.argsort(split.history.lengths, kind="stable")
-    last_item = np.zeros(n, dtype=np.int64)
-    for start in range(0, n, chunk):
-        part = order[start : start + chunk]
-        items, times = _histories(model, split, part, device)
-        last = (items > 0).sum(1) - 1
-        each = torch.arange(len(part), device=device)
-        last_item[part] = items[each, last].cpu().numpy()
-        asked, times = model.question(items, times)
-        end = (asked > 0).sum(1) - 1
-        _, traces = model(asked, times, trace=True)
-        for layer, trace in enumerate(traces):
-            rows.append(
-                (
-                    layer,
-                    part,
-                    trace.gain[each, end].mean(-1),
-                    trace.log_updated_precision[each, end].exp().mean(-1),
-                    trace.n_eff[each, :, end].mean(-1),
-                )
-            )
-    found: dict = {"layers": []}
-    cuts, member = metrics.quartiles(split.frequency[last_item])
-    found["last_item_frequency_cuts"] = cuts
-    for layer in range(model.config.layers):
-        values = np.zeros((3, n))
-        for index, part, *three in rows:
-            if index == layer:
-                for k, x in enumerate(three):
-                    values[k, part] = x.float().cpu().numpy()
-        its = model_layers(model)[layer]
-        noise = its.get_parameter("log_process_noise").exp()
-        found["layers"].append(
-            {
-                "gain": [_mean(values[0][member == q]) for q in range(4)],
-                "updated_precision": [
-                    _median(values[1][member == q]) for q in range(4)
-                ],
-                "n_eff": [_mean(values[2][member == q]) for q in range(4)],
-                "process_noise_mean": float(noise.mean()),
-                "process_noise_max": float(noise.max()),
-            }
-        )
-    log_tau = model.tau.of_items(model.items.weight).cpu().numpy()
-    met = np.flatnonzero(split.frequency[1:] > 0) + 1
-    cuts, member = metrics.quartiles(split.frequency[met])
-    found["item_frequency_cuts"] = cuts
-    found["tau"] = [
-        float(np.exp(log_tau[met[member == q]]).mean()) for q in range(4)
-    ]
-    return found
-
-
-def model_layers(model: Recommender) -> nn.ModuleList:
-    """The list of layers, wherever the model keeps it."""
-    return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
-
-
 def _typical(history: list[dict], name: str) -> float:
     return round(float(np.median([record[name] for record in history])), 3)
-
-
-def _mean(x):
-    return float(x.mean()) if len(x) else None
-
-
-def _median(x):
-    return float(np.median(x)) if len(x) else None
