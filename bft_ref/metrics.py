@@ -199,6 +199,23 @@ def strata(split: Split) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
             low = high + 1
 
 
+def membership(split: Split) -> dict:
+    """Which stratum each user is in, ready for JSON.
+
+    Per kind the four labels, and a string with one digit 0…3 a user.
+    """
+    found: dict = {}
+    for kind, label, mask in strata(split):
+        entry = found.setdefault(
+            kind, {"labels": [], "of_user": np.zeros(len(mask), dtype="U1")}
+        )
+        entry["of_user"][mask] = str(len(entry["labels"]))
+        entry["labels"].append(label)
+    for entry in found.values():
+        entry["of_user"] = "".join(entry["of_user"])
+    return found
+
+
 def report(
     split: Split,
     ranking: Ranking,

@@ -7,15 +7,20 @@ Runs go in the order below, one at a time, and are skipped when their JSON is
 in this folder; an interrupted run goes on from its checkpoint in --work.
 """
 
+import json
 import subprocess
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from shutil import copyfile
 from typing import Annotated
 
 import typer
 from filelock import FileLock, Timeout
+
+from bft_ref.data import load
+from bft_ref.metrics import membership
 
 HERE = Path(__file__).parent
 SETS = ("beauty", "instruments", "sports", "toys", "lastfm", "ml-100k")
@@ -25,6 +30,7 @@ FILTER = "observation=value,project=false"
 #: Controls: what could explain a gain of the filter away.
 RIVALS = {
     "constant": "--gate constant --gate-value 0.7",
+    "by-layer": "--gate constant --gate-value 0.93,0.25",
     "ligr": "--gate ligr",
     "vector": "--gate vector",
     "tau-bias": "--tau-bias",
@@ -50,6 +56,18 @@ ABLATIONS = {
     "slow-precision": f"--bft {FILTER} --precision-lr 1e-3",
     "dropout-0.3": f"--bft {FILTER} --dropout 0.3",
 }
+#: What is asked first of each development set.
+FIRST = {
+    "constant",
+    "by-layer",
+    "ligr",
+    "vector",
+    "tau-bias",
+    "default",
+    "prediction",
+    "tau-unit",
+    "tau-shuffled",
+}
 
 
 def grid() -> list[tuple[str, list[str]]]:
@@ -57,7 +75,9 @@ def grid() -> list[tuple[str, list[str]]]:
     runs = []
 
     def baseline(data, model):
-        runs.append((f"{data}-{model}", ["--data", data, "--model", model]))
+        runs.append(
+            (f"{data}-{model}", ["--data", data, "--model", model, "--final"])
+        )
 
     def train(data, name, seed, options="", model="sasrec"):
         arguments = f"--data {data} --model {model} --seed {seed} {BUDGET}"
@@ -75,17 +95,27 @@ def grid() -> list[tuple[str, list[str]]]:
     for data in ("beauty", "lastfm"):
         train(data, "plain", 0)
         train(data, "bft", 0, f"--bft {FILTER}")
-        rivals, ablations = list(RIVALS.items()), list(ABLATIONS.items())
-        for (a, options), (b, changes) in zip(
-            rivals[:5], ablations[:5], strict=True
-        ):
-            train(data, a, 0, options)
-            train(data, f"bft-{b}", 0, changes)
+        for a, b in zip_longest(RIVALS, ABLATIONS):
+            if a in FIRST:
+                train(data, a, 0, RIVALS[a])
+            if b in FIRST:
+                train(data, f"bft-{b}", 0, ABLATIONS[b])
     for seed in (1, 2):
         train("beauty", "plain", seed)
         train("beauty", "bft", seed, f"--bft {FILTER}")
         train("beauty", "constant", seed, RIVALS["constant"])
     return runs
+
+
+def strata(data_dir: str | None) -> None:
+    """Write who is in which stratum, for comparisons within one."""
+    for data in SETS:
+        output = HERE / f"{data}-strata.json"
+        if not output.is_file():
+            sequences = load(data, folder=data_dir)
+            parts = ("validation", "test")
+            found = {p: membership(sequences.split(p)) for p in parts}
+            output.write_text(json.dumps(found))
 
 
 def main(
@@ -102,6 +132,8 @@ def main(
 ) -> None:
     """Make the runs that are missing, in order."""
     work.mkdir(parents=True, exist_ok=True)
+    if not only_list:
+        strata(data_dir)
     for name, arguments in grid():
         done = HERE / f"{name}.json"
         command = [sys.executable, "-m", "bft_ref.train", *arguments]

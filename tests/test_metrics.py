@@ -115,6 +115,11 @@ def test_strata_share_out_every_user_once():
     low = split.frequency[split.target[masks["frequency"][0]]].max()
     high = split.frequency[split.target[masks["frequency"][3]]].min()
     assert low < high
+    for kind, entry in metrics.membership(split).items():
+        for q, mask in enumerate(masks[kind]):
+            found = [digit == str(q) for digit in entry["of_user"]]
+            assert found == mask.tolist()
+        assert len(entry["labels"]) == 4
     cuts, member = metrics.quartiles(np.array([1, 1, 1, 1, 5]))
     assert cuts == [1, 1, 1] and member.tolist() == [0, 0, 0, 0, 3]
 
