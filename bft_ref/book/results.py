@@ -1,0 +1,152 @@
+"""The stored runs of the recommendation chapters, read and compared.
+
+A run is the JSON that ``python -m bft_ref.train`` writes; its name is
+``<data>-<model>-<variant>-s<seed>``. Variants and seeds are those of
+``results/grid.py``.
+"""
+
+import json
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from bft_ref.metrics import Difference, Ranking, paired_bootstrap
+
+Run = dict[str, Any]
+#: the two kinds of strata, and the index of the rarest targets in the first
+KINDS = ("frequency", "history")
+RAREST = ("frequency", 0)
+
+
+def folder() -> Path:
+    """Where the runs are: in the repository, or else in the package."""
+    package = Path(str(resources.files("bft_ref")))
+    beside = package.parent / "results"
+    return beside if beside.is_dir() else package / "results"
+
+
+def names() -> list[str]:
+    """The names of all stored runs of a trained model."""
+    found = (p.stem for p in folder().glob("*.json"))
+    return sorted(n for n in found if re.search(r"-s\d+$", n))
+
+
+@cache
+def load(name: str) -> Run:
+    """One stored file, by its name without ``.json``.
+
+    Raises: FileNotFoundError that names the runs there are.
+    """
+    path = folder() / f"{name}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"name: expected a stored run out of {', '.join(names())}; "
+            f"got {name!r}"
+        )
+    return json.loads(path.read_text("utf8"))
+
+
+def runs(data: str, variant: str, model: str = "sasrec") -> list[Run]:
+    """The runs of one variant, in the order of their seeds; [] if none."""
+    form = re.compile(re.escape(f"{data}-{model}-{variant}") + r"-s(\d+)")
+    matches = (form.fullmatch(name) for name in names())
+    found = {int(m[1]): m[0] for m in matches if m}
+    return [load(found[seed]) for seed in sorted(found)]
+
+
+def of_users(
+    runs: list[Run],
+    part: str = "validation",
+    metric: str = "NDCG",
+    stratum: tuple[str, int] | None = None,
+    k: int = 10,
+) -> NDArray[np.float64]:
+    """HR@k or NDCG@k of each user and run, (runs, users).
+
+    ``part`` is ``validation`` or ``test``; ``stratum`` is a kind
+    (``frequency`` of the target, or ``history``) and a quartile 0…3.
+    Raises: ValueError for no runs, or for runs that have no such part.
+    """
+    if not runs or any(part not in run for run in runs):
+        raise ValueError(
+            f"runs: expected at least one run, each with {part!r}, got "
+            f"{[sorted(set(run) & {'validation', 'test'}) for run in runs]}"
+        )
+    rows = []
+    for run in runs:
+        ranking = Ranking.from_top(run[part]["top"])
+        score = {"HR": ranking.hit, "NDCG": ranking.ndcg}[metric]
+        rows.append(score(k))
+    values = np.stack(rows)
+    if stratum is None:
+        return values
+    kind, quartile = stratum
+    strata = load(f"{runs[0]['data']['name']}-strata")[part][kind]
+    member = np.array(list(strata["of_user"])) == str(quartile)
+    return values[:, member]
+
+
+def difference(
+    a: list[Run],
+    b: list[Run],
+    part: str = "validation",
+    metric: str = "NDCG",
+    stratum: tuple[str, int] | None = None,
+) -> Difference:
+    """b − a with its 95 % interval over users and, where several, seeds."""
+    return paired_bootstrap(
+        of_users(a, part, metric, stratum), of_users(b, part, metric, stratum)
+    )
+
+
+def table(
+    data: str,
+    variants: dict[str, str],
+    part: str = "validation",
+    model: str = "sasrec",
+) -> pd.DataFrame:
+    """HR@10 and NDCG@10, overall and on the rarest quartile, means of seeds.
+
+    ``variants`` maps a row's label to a variant, or to a file's full name.
+    Columns "±" hold the standard deviation over seeds, empty for one seed.
+    """
+    rows = {}
+    for label, variant in variants.items():
+        found = runs(data, variant, model)
+        if not found:
+            found = [load(variant)]
+        row: dict[str, Any] = {"seeds": len(found)}
+        for stratum, mark in [(None, ""), (RAREST, ", rarest")]:
+            for metric in ("HR", "NDCG"):
+                each = of_users(found, part, metric, stratum).mean(1)
+                row[f"{metric}@10{mark}"] = each.mean()
+                if metric == "NDCG":
+                    spread = each.std(ddof=1) if len(each) > 1 else np.nan
+                    row[f"±{mark}"] = spread
+        rows[label] = row
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return frame.astype({"seeds": int})
+
+
+def provenance(runs: dict[str, Run]) -> pd.DataFrame:
+    """What made each run: code, machine, time, memory, choice of epoch."""
+    rows = {}
+    for label, run in runs.items():
+        rows[label] = {
+            "commit": (run["code"]["commit"] or "")[:9],
+            "torch": run["code"]["torch"],
+            "device": run["device"],
+            "best epoch": run["best_epoch"],
+            "epochs": run["epochs"],
+            "CPU s/epoch": run["cpu_seconds_per_epoch"],
+            "peak MB": round(run["peak_memory_bytes"] / 1e6),
+            "parameters": run["parameters"],
+            "data sha256": run["data"]["sha256"][:12],
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
