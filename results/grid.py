@@ -46,6 +46,7 @@ ABLATIONS = {
     "value": f"--bft {VALUE}",
     "prediction": "--bft observation=prediction,project=false",
     "value-tau-unit": f"--bft {VALUE} --tau unit",
+    "value-tau-shuffled": f"--bft {VALUE} --tau shuffled",
     "tau-shuffled": f"{FILTER} --tau shuffled",
     "token": "--bft granularity=token",
     "mean": "--bft observation=mean,project=false",
@@ -68,7 +69,7 @@ FIRST = {
     "value",
     "prediction",
     "value-tau-unit",
-    "tau-shuffled",
+    "value-tau-shuffled",
 }
 
 
