@@ -49,16 +49,6 @@ def finite(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def log_precision(name: str, x: Tensor) -> Tensor:
-    """Raise ValueError for NaN or +inf; -inf says "no information"."""
-    floating(name, x)
-    if values_can_be_read() and not _every(x < torch.inf):
-        raise ValueError(
-            f"{name}: expected a log precision below infinity, got NaN or inf"
-        )
-    return x
-
-
 def positive(name: str, x: Tensor) -> Tensor:
     """Raise ValueError unless every entry is finite and > 0."""
     finite(name, x)

@@ -2,8 +2,9 @@
 
 Without paths, all of ``notebooks/NN-*.ipynb``. Facts are recorded, alt
 texts are copied to the cell metadata that the book's builder reads, the
-numbers in prose are written anew from the facts, and what changes from run
-to run is left out. A notebook that fails leaves its file and its facts as
+numbers in prose are written anew from the facts (also on the pages of
+``book``, which quote a fact as ``13:name``), and what changes from run to run
+is left out. A notebook that fails leaves its file and its facts as
 they were.
 """
 
@@ -111,6 +112,11 @@ def fold(notebook: NotebookNode) -> None:
             cell.metadata["tags"] = [*tags, "hide-input"]
 
 
+def pages() -> list[Path]:
+    """The book's pages beside the notebooks; they may quote any chapter."""
+    return sorted((ROOT / "book").glob("*.md"))
+
+
 def main(names: list[str]) -> int:
     """Execute the notebooks named; how many failed."""
     paths = [Path(name).resolve() for name in names] or sorted(
@@ -136,6 +142,8 @@ def main(names: list[str]) -> int:
             failed += 1
             said = f"FAILED, left as it was\n{error}"
         print(f"{path.name}: {time.monotonic() - started:.1f} s, {said}")
+    for path in pages():
+        path.write_text(prose.render(path.read_text("utf8"), {}), "utf8")
     return failed
 
 

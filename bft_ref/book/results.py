@@ -52,12 +52,18 @@ def load(name: str) -> Run:
     return json.loads(path.read_text("utf8"))
 
 
-def runs(data: str, variant: str, model: str = "sasrec") -> list[Run]:
-    """The runs of one variant, in the order of their seeds; [] if none."""
+def runs(
+    data: str,
+    variant: str,
+    model: str = "sasrec",
+    part: str = "validation",
+) -> list[Run]:
+    """A variant's runs that ranked ``part``, by seed; [] if there are none."""
     form = re.compile(re.escape(f"{data}-{model}-{variant}") + r"-s(\d+)")
     matches = (form.fullmatch(name) for name in names())
     found = {int(m[1]): m[0] for m in matches if m}
-    return [load(found[seed]) for seed in sorted(found)]
+    each = (load(found[seed]) for seed in sorted(found))
+    return [run for run in each if part in run]
 
 
 def of_users(
@@ -118,7 +124,7 @@ def table(
     """
     rows = {}
     for label, variant in variants.items():
-        found = runs(data, variant, model)
+        found = runs(data, variant, model, part)
         if not found:
             found = [load(variant)]
         row: dict[str, Any] = {"seeds": len(found)}
