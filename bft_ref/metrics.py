@@ -267,8 +267,11 @@ def paired_bootstrap(
 
     Shapes: ``a`` and ``b`` (users,), or (seeds, users) for several training
     runs a side. Users are drawn anew with replacement, the same for both
-    sides and all seeds; given several seeds, each side's runs are drawn anew
-    too (independently: run s of a has nothing to do with run s of b).
+    sides and all seeds; given several seeds, the runs are drawn anew too, in
+    pairs where both sides have equally many: run s of a and run s of b should
+    share their seed, with it the first weights and batches, and so much of their
+    luck. Unequal numbers are drawn independently. Few runs understate their
+    own spread: the variance of S drawn runs is (S − 1)/S of the unbiased one.
     A relative interval is NaN where a resample of ``a`` has mean 0.
     Raises: ValueError for shapes that do not pair, NaN, no users, or fewer
     than 1 resample.
@@ -290,9 +293,11 @@ def paired_bootstrap(
     means = np.empty((2, resamples))
     for r in range(resamples):
         weight = np.bincount(rng.integers(n, size=n), minlength=n) / n
-        for side, x in enumerate((a, b)):
-            runs = x @ weight
-            means[side, r] = runs[rng.integers(len(x), size=len(x))].mean()
+        drawn = rng.integers(len(a), size=len(a))
+        means[0, r] = (a @ weight)[drawn].mean()
+        if len(b) != len(a):
+            drawn = rng.integers(len(b), size=len(b))
+        means[1, r] = (b @ weight)[drawn].mean()
     tails = [(1 - level) / 2, (1 + level) / 2]
     low, high = np.quantile(means[1] - means[0], tails)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -169,9 +169,16 @@ def test_several_runs_widen_the_interval_by_their_spread():
     still = metrics.paired_bootstrap(
         np.tile(users, (3, 1)), np.tile(users + 0.5, (3, 1))
     )
-    moved = metrics.paired_bootstrap(users + shift, users + 0.5 + shift)
     assert still.absolute_low == pytest.approx(0.5)
-    assert moved.absolute_high - moved.absolute_low > 1.0
+    # what a seed does to both sides cancels, what it does to one does not
+    alike = metrics.paired_bootstrap(users + shift, users + 0.5 + shift)
+    assert alike.absolute_low == pytest.approx(0.5)
+    assert alike.absolute_high == pytest.approx(0.5)
+    moved = metrics.paired_bootstrap(users + shift, users + 0.5 - shift)
+    assert moved.absolute_high - moved.absolute_low > 2.0
+    # unequal numbers of runs have no pairs
+    alone = metrics.paired_bootstrap(users + shift, users + 0.5 + shift[:2])
+    assert alone.absolute_high - alone.absolute_low > 1.0
 
 
 def test_the_bootstrap_refuses_what_does_not_pair():

@@ -105,7 +105,19 @@ def difference(
     metric: str = "NDCG",
     stratum: tuple[str, int] | None = None,
 ) -> Difference:
-    """b − a with its 95 % interval over users and, where several, seeds."""
+    """b − a with its 95 % interval over users and, where several, seeds.
+
+    Only seeds that both sides have are compared. Raises: ValueError if there
+    is none.
+    """
+    one, other = ({run["seed"]: run for run in side} for side in (a, b))
+    seeds = sorted(one.keys() & other.keys())
+    if not seeds:
+        raise ValueError(
+            f"a, b: expected runs of a common seed, got seeds {sorted(one)} "
+            f"and {sorted(other)}"
+        )
+    a, b = ([side[seed] for seed in seeds] for side in (one, other))
     return paired_bootstrap(
         of_users(a, part, metric, stratum), of_users(b, part, metric, stratum)
     )
