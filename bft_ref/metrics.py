@@ -35,7 +35,7 @@ class Ranking:
 
         ``ties``: "against" puts every tied item before the target;
         "expected" averages over the orders of the tied items, which gives a
-        constant scorer k / candidates, the level of chance.
+        constant scorer k / candidates, the level of chance: Equation (13.4).
         """
         choice("ties", ties, ("against", "expected"))
         if ties == "against":
@@ -269,9 +269,10 @@ def paired_bootstrap(
     runs a side. Users are drawn anew with replacement, the same for both
     sides and all seeds; given several seeds, the runs are drawn anew too, in
     pairs where both sides have equally many: run s of a and run s of b should
-    share their seed, with it the first weights and batches, and so much of their
-    luck. Unequal numbers are drawn independently. Few runs understate their
-    own spread: the variance of S drawn runs is (S − 1)/S of the unbiased one.
+    share their seed, with it the first weights and batches, and so much of
+    their luck. Unequal numbers are drawn independently. Few runs understate
+    their own spread: the variance of S drawn runs is (S − 1)/S of the unbiased
+    one. Equation (13.8) is the variance of a resampled mean, runs in pairs.
     A relative interval is NaN where a resample of ``a`` has mean 0.
     Raises: ValueError for shapes that do not pair, NaN, no users, or fewer
     than 1 resample.

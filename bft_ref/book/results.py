@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from bft_ref.checks import choice
 from bft_ref.metrics import Difference, Ranking, paired_bootstrap
 
 Run = dict[str, Any]
@@ -77,8 +78,10 @@ def of_users(
 
     ``part`` is ``validation`` or ``test``; ``stratum`` is a kind
     (``frequency`` of the target, or ``history``) and a quartile 0…3.
-    Raises: ValueError for no runs, or for runs that have no such part.
+    Raises: ValueError for no runs, runs that have no such part, another
+    metric or stratum, or a k beyond the ranks that were kept.
     """
+    choice("metric", metric, ("HR", "NDCG"))
     if not runs or any(part not in run for run in runs):
         raise ValueError(
             f"runs: expected at least one run, each with {part!r}, got "
@@ -86,13 +89,21 @@ def of_users(
         )
     rows = []
     for run in runs:
-        ranking = Ranking.from_top(run[part]["top"])
+        top = run[part]["top"]
+        if not 1 <= k <= top["k"]:
+            raise ValueError(f"k: expected 1 to {top['k']}, got {k!r}")
+        ranking = Ranking.from_top(top)
         score = {"HR": ranking.hit, "NDCG": ranking.ndcg}[metric]
         rows.append(score(k))
     values = np.stack(rows)
     if stratum is None:
         return values
     kind, quartile = stratum
+    choice("stratum", kind, KINDS)
+    if quartile not in range(4):
+        raise ValueError(
+            f"stratum: expected a quartile 0 to 3, got {quartile!r}"
+        )
     strata = load(f"{runs[0]['data']['name']}-strata")[part][kind]
     member = np.array(list(strata["of_user"])) == str(quartile)
     return values[:, member]

@@ -40,6 +40,7 @@ def next_item_loss(
     the others; ``gbce``, the same with log σ(s⁺) scaled down against
     overconfidence by ``calibration`` t (gSASRec, Petrov & Macdonald 2023).
     A negative that is the question's own target does not count.
+    Equations (13.2) and (13.3) say how well ``sampled`` estimates ``full``.
 
     Shapes: ``query`` (N, d); ``target`` (N,); ``keys`` (≥ n_items + 1, d);
     ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,), shared by all
