@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 SETS = ("beauty", "instruments", "sports", "toys", "lastfm", "ml-100k")
 BUDGET = "--epochs 100 --evaluate-every 2 --patience 5 --threads 1"
 #: A thousand users are 9 batches of 128: plain SASRec then stops before it has
-#: learned anything. Chosen with it, on LastFM's validation items, of six tried.
+#: learned anything. Chosen with it, on LastFM's validation items, of six.
 SMALL = (
     "--batch 32 --every-window --dropout 0.3 "
     "--epochs 100 --evaluate-every 4 --patience 8 --threads 1"
