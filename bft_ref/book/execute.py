@@ -143,7 +143,11 @@ def main(names: list[str]) -> int:
             said = f"FAILED, left as it was\n{error}"
         print(f"{path.name}: {time.monotonic() - started:.1f} s, {said}")
     for path in pages():
-        path.write_text(prose.render(path.read_text("utf8"), {}), "utf8")
+        try:
+            path.write_text(prose.render(path.read_text("utf8"), {}), "utf8")
+        except FactError as error:
+            failed += 1
+            print(f"{path.name}: FAILED, left as it was\n{error}")
     return failed
 
 

@@ -13,7 +13,7 @@ class BERT4Rec(Recommender):
 
     Id n_items + 1 is [MASK]. The next item is asked for by appending it to
     the whole history. Output: dense, GELU, LayerNorm, then tied embeddings
-    with a bias per item.
+    with a bias per item. [MASK] has a τ of its own: Equation (14.4).
     """
 
     bidirectional = True

@@ -90,7 +90,7 @@ def training_batches(
     Causal models predict each item from those before it. With ``mask_id``
     (cloze): items are hidden with probability ``mask_rate``, at least one a
     sequence, or, in a share ``last_rate`` of the sequences, the last alone,
-    which is what the test asks.
+    which is what the test asks. Equation (14.3).
     """
     users, end = windows(sequences.lengths, length, every_window)
     order = rng.permutation(len(users))
