@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
-CODE = ["bft_ref", "book", "tests", "notebooks"]
+CODE = ["bft_ref", "book", "notebooks", "results", "tests"]
 CHECKS = {
     "lint": ["ruff", "check", "--quiet", *CODE],
     "format": ["ruff", "format", "--quiet", "--check", *CODE],
