@@ -112,9 +112,10 @@ def fold(notebook: NotebookNode) -> None:
             cell.metadata["tags"] = [*tags, "hide-input"]
 
 
-def pages() -> list[Path]:
-    """The book's pages beside the notebooks; they may quote any chapter."""
-    return sorted((ROOT / "book").glob("*.md"))
+def pages(notebooks: list[Path]) -> list[Path]:
+    """The pages in ``book`` beside the notebooks' folder: they quote any."""
+    roots = {path.parent.parent for path in notebooks}
+    return sorted(page for root in roots for page in root.glob("book/*.md"))
 
 
 def main(names: list[str]) -> int:
@@ -142,7 +143,7 @@ def main(names: list[str]) -> int:
             failed += 1
             said = f"FAILED, left as it was\n{error}"
         print(f"{path.name}: {time.monotonic() - started:.1f} s, {said}")
-    for path in pages():
+    for path in pages(paths):
         try:
             path.write_text(prose.render(path.read_text("utf8"), {}), "utf8")
         except FactError as error:
