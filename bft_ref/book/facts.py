@@ -57,6 +57,11 @@ class Chapter:
 
     def keep(self, name: str, value: float | list[float], tol: float) -> None:
         """Record or check one value, as the mode asks."""
+        if not 0 <= tol <= 1:
+            raise ValueError(
+                f"tol of fact {name!r}: expected 0 to 1, got {tol!r}; above "
+                "it even the sign of a large number would not be checked"
+            )
         if self.mode and name in self.computed:
             raise ValueError(
                 f"fact {name!r}: recorded twice in {self.name}; expected "
@@ -115,18 +120,14 @@ def fact(name: str, value: Any, tol: float = 1e-8) -> float:
     """Record one computed number under ``name``, and return it as a float.
 
     ``value`` is an int, a float, or an array or tensor of one element; bool
-    and text raise TypeError, NaN and infinity ValueError. ``tol`` is
-    absolute up to one and relative above it. The returned float shows
-    nothing when a cell ends on it.
+    and text raise TypeError, NaN and infinity ValueError. ``tol``, at
+    most one, is absolute up to values of one and relative above. The returned
+    float shows nothing when a cell ends on it.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"name: expected an identifier, got {name!r}")
     number = as_number(f"fact {name!r}", value)
     bound = as_number(f"tol of fact {name!r}", tol)
-    if bound < 0:
-        raise ValueError(
-            f"tol of fact {name!r}: expected a number >= 0, got {tol!r}"
-        )
     current().keep(name, number, bound)
     return Fact(number)
 

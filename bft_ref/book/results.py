@@ -134,35 +134,6 @@ def difference(
     )
 
 
-def table(
-    data: str,
-    variants: dict[str, str],
-    part: str = "validation",
-    model: str = "sasrec",
-) -> pd.DataFrame:
-    """HR@10 and NDCG@10, overall and on the rarest quartile, means of seeds.
-
-    ``variants`` maps a row's label to a variant, or to a file's full name.
-    Columns "±" hold the standard deviation over seeds, empty for one seed.
-    """
-    rows = {}
-    for label, variant in variants.items():
-        found = runs(data, variant, model, part)
-        if not found:
-            found = [load(variant)]
-        row: dict[str, Any] = {"seeds": len(found)}
-        for stratum, mark in [(None, ""), (RAREST, ", rarest")]:
-            for metric in ("HR", "NDCG"):
-                each = of_users(found, part, metric, stratum).mean(1)
-                row[f"{metric}@10{mark}"] = each.mean()
-                if metric == "NDCG":
-                    spread = each.std(ddof=1) if len(each) > 1 else np.nan
-                    row[f"±{mark}"] = spread
-        rows[label] = row
-    frame = pd.DataFrame.from_dict(rows, orient="index")
-    return frame.astype({"seeds": int})
-
-
 def provenance(runs: dict[str, Run]) -> pd.DataFrame:
     """What made each run: code, machine, time, memory, choice of epoch."""
     rows = {}

@@ -115,13 +115,13 @@ def interventions(
     """
     tau = _filter(model)
     log_tau = tau.of_items(model.items.weight)
-    met = slice(1, model.config.n_items + 1)
+    items = slice(1, model.config.n_items + 1)
     equal, shuffled = log_tau.clone(), log_tau.clone()
-    equal[met] = log_tau[met].mean()
+    equal[items] = log_tau[items].mean()
     order = torch.randperm(
         model.config.n_items, generator=torch.Generator().manual_seed(seed)
     )
-    shuffled[met] = log_tau[met][order.to(log_tau.device)]
+    shuffled[items] = log_tau[items][order.to(log_tau.device)]
     gains = _mean_gains(model, split)
     found = {"trained": _ranks(split, evaluate())}
     for name, values in [("tau equal", equal), ("tau shuffled", shuffled)]:

@@ -231,6 +231,8 @@ def test_bad_names_and_tolerances_say_so(mode, monkeypatch):
         fact("a b", 1.5)
     with pytest.raises(ValueError, match="tol of fact 'a'"):
         fact("a", 1.5, tol=-1)
+    with pytest.raises(ValueError, match="tol of fact 'a': expected 0 to 1"):
+        fact("a", 15.0, tol=4)
     with pytest.raises(ValueError, match="file name without"):
         chapter("small")
     with pytest.raises(ValueError, match="BFT_FACTS"):

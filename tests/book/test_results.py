@@ -166,27 +166,6 @@ def test_a_difference_is_of_common_seeds(stored):
         results.difference(plain[1:], bft[1:])
 
 
-def test_a_table_of_means_over_seeds(stored):
-    frame = results.table(
-        "toy", {"plain": "plain", "popular": "toy-popularity"}
-    )
-    row = frame.loc["plain"]
-    assert row["seeds"] == 2
-    assert row["HR@10"] == pytest.approx(2 / 8)
-    assert row["NDCG@10"] == pytest.approx((1.5 + 2) / 2 / 8)
-    assert row["±"] == pytest.approx((2 - 1.5) / 8 / math.sqrt(2))
-    assert row["NDCG@10, rarest"] == pytest.approx(1 / 2)  # users 0 and 4
-    assert row["±, rarest"] == 0
-    popular = frame.loc["popular"]
-    assert popular["seeds"] == 1
-    assert np.isnan(popular["±"])
-    assert popular["HR@10, rarest"] == 0
-    tested = results.table("toy", {"plain": "plain"}, "test")
-    assert tested.loc["plain", "NDCG@10"] == pytest.approx(1 / 8)
-    with pytest.raises(FileNotFoundError, match="never"):
-        results.table("toy", {"none": "never"})
-
-
 def test_what_made_a_run(stored):
     run = results.load("toy-sasrec-bft-s0")
     row = results.provenance({"filter": run}).loc["filter"]

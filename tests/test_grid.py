@@ -1,0 +1,71 @@
+"""The grid of real runs: its commands, and the stored runs made by them."""
+
+import importlib.util
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from bft_ref.book import results
+from bft_ref.train import __main__ as command_line
+
+PATH = Path(__file__).parents[1] / "results" / "grid.py"
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """Names and arguments of the runs, in order."""
+    spec = importlib.util.spec_from_file_location("grid", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.grid())
+
+
+def configured(arguments, monkeypatch, n_items):
+    """What the command line would train, as JSON has it."""
+    seen = {}
+
+    def fit(sequences, model, train, *, final, **_):
+        seen.update(model=asdict(model), train=asdict(train), final=final)
+        return SimpleNamespace(result={}, rankings={})
+
+    data = SimpleNamespace(n_items=n_items)
+    monkeypatch.setattr(command_line, "fit", fit)
+    monkeypatch.setattr(command_line, "load", lambda *_, **__: data)
+    done = CliRunner().invoke(command_line.app, [*arguments, "--threads", "0"])
+    assert done.exit_code == 0, done.output
+    return json.loads(json.dumps(seen))
+
+
+def trained(grid):
+    return {
+        name: arguments
+        for name, arguments in grid.items()
+        if not name.endswith(("popularity", "item-knn"))
+    }
+
+
+def test_every_command_of_the_grid_is_understood(grid, monkeypatch):
+    models = set()
+    for name, arguments in trained(grid).items():
+        found = configured(arguments, monkeypatch, 100)
+        final = found.pop("final")
+        assert final == ("--final" in arguments), name
+        models.add(json.dumps([arguments[1], found], sort_keys=True))
+    assert len(models) == len(trained(grid))  # no run is asked for twice
+
+
+def test_stored_runs_are_those_of_the_grid(grid, monkeypatch):
+    """A file's name says what was trained, and only final runs tested."""
+    assert results.names()
+    assert set(results.names()) <= set(grid)
+    for name in results.names():
+        run = results.load(name)
+        found = configured(grid[name], monkeypatch, run["model"]["n_items"])
+        assert run["model"] == found["model"], name
+        assert run["train"] == found["train"], name
+        assert run["data"]["name"] == grid[name][1]
+        assert found["final"] or "test" not in run, name
