@@ -241,6 +241,9 @@ def test_interventions_change_what_they_name_and_leave_the_model(
     ]
     trained = fitted.result["validation"]["NDCG@10"]
     assert found["trained"]["NDCG@10"] == trained
+    for kept in found.values():
+        ranks = Ranking.from_top(kept["top"])
+        assert ranks.summary()["NDCG@10"] == kept["NDCG@10"]
     assert torch.equal(net(items), before)
 
 

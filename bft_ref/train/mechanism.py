@@ -110,7 +110,8 @@ def interventions(
     of τ; ``tau shuffled``: the items' τ dealt out at random; ``gain
     constant``: λ_obs is such that the gain is the same for every token, the
     mean gain of its layer and feature. Nothing is trained again: what a
-    change costs is what the trained model makes of that part.
+    change costs is what the trained model makes of that part. ``top`` has the
+    users' ranks, for paired comparisons.
     Raises: ValueError for a plain model.
     """
     tau = _filter(model)
@@ -140,7 +141,8 @@ def _filter(model: Recommender) -> InitialPrecision:
 
 def _ranks(split: Split, ranking: metrics.Ranking) -> dict:
     kept = metrics.report(split, ranking, ks=(10,))
-    return {name: kept[name] for name in ("HR@10", "NDCG@10", "frequency")}
+    wanted = ("HR@10", "NDCG@10", "frequency", "top")
+    return {name: kept[name] for name in wanted}
 
 
 @contextmanager
