@@ -1,18 +1,21 @@
 """The grid of real runs: its commands, and the stored runs made by them."""
 
+import ast
 import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 from typer.testing import CliRunner
 
 from bft_ref.book import results
 from bft_ref.train import __main__ as command_line
 
-PATH = Path(__file__).parents[1] / "results" / "grid.py"
+ROOT = Path(__file__).parents[1]
+PATH = ROOT / "results" / "grid.py"
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +72,37 @@ def test_stored_runs_are_those_of_the_grid(grid, monkeypatch):
         assert run["train"] == found["train"], name
         assert run["data"]["name"] == grid[name][1]
         assert found["final"] or "test" not in run, name
+
+
+def commands(path):
+    """The values that a notebook gives to ``command``."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code" and "command = (" in cell.source:
+            for node in ast.parse(cell.source).body:
+                target = getattr(node, "targets", [None])[0]
+                if getattr(target, "id", None) == "command":
+                    yield ast.literal_eval(node.value)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "name"),
+    [
+        ("13-sequential-recommendation", "lastfm-sasrec-bft-s1"),
+        ("14-two-other-backbones", "lastfm-hstu-bft-s1"),
+        ("15-anatomy-of-a-cold-start", "lastfm-sasrec-bft-s1"),
+    ],
+)
+def test_a_notebook_repeats_a_stored_run(
+    grid, monkeypatch, tmp_path, chapter, name
+):
+    """On a GPU, the same run, but for the test items."""
+    monkeypatch.chdir(tmp_path)
+    (command,) = commands(ROOT / "notebooks" / f"{chapter}.ipynb")
+    start = "python -m bft_ref.train "
+    assert command.startswith(start)
+    again = command.removeprefix(start).split()
+    found = configured(again, monkeypatch, 100)
+    assert found.pop("final") is False
+    stored = configured(grid[name], monkeypatch, 100)
+    assert found == {part: stored[part] for part in found}
+    assert again[:2] == grid[name][:2]
