@@ -5,6 +5,7 @@ a compiled or exported graph must not wait for a number.
 """
 
 from collections.abc import Iterable
+from dataclasses import fields
 from numbers import Real
 
 import torch
@@ -153,3 +154,17 @@ def number(
             f"{name}: expected a number in ({low:g}, {end}, got {value!r}"
         )
     return value
+
+
+def unread(config, readers: dict[str, str]) -> None:
+    """An option that nothing reads is refused, not ignored.
+
+    ``readers`` says for each such field of a dataclass who does not read it.
+    """
+    for option in fields(config):
+        given = getattr(config, option.name)
+        if option.name in readers and given != option.default:
+            raise ValueError(
+                f"{option.name}: expected its default {option.default!r}, "
+                f"since {readers[option.name]} does not read it; got {given!r}"
+            )

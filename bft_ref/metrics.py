@@ -269,11 +269,12 @@ def paired_bootstrap(
     runs a side. Users are drawn anew with replacement, the same for both
     sides and all seeds; given several seeds, the runs are drawn anew too, in
     pairs where both sides have equally many: run s of a and run s of b should
-    share their seed, with it the first weights and batches, and so much of
-    their luck. Unequal numbers are drawn independently. Few runs understate
-    their own spread: the variance of S drawn runs is (S − 1)/S of the unbiased
-    one. Equation (13.8) is the variance of a resampled mean, runs in pairs.
-    A relative interval is NaN where a resample of ``a`` has mean 0.
+    share their seed, with it the batches, the negatives and the items' first
+    vectors, and so some of their luck. Unequal numbers are drawn
+    independently. Few runs understate their own spread: the variance of S
+    drawn runs is (S − 1)/S of the unbiased one. Equation (13.8) is the
+    variance of a resampled mean, runs in pairs. A relative interval is NaN
+    where a resample of ``a`` has mean 0.
     Raises: ValueError for shapes that do not pair, NaN, no users, or fewer
     than 1 resample.
     """

@@ -183,8 +183,8 @@ def main(
     ] = False,
 ) -> None:
     """Make the runs that are missing, in order."""
-    work.mkdir(parents=True, exist_ok=True)
     if not only_list:
+        work.mkdir(parents=True, exist_ok=True)
         strata(data_dir)
     for name, arguments in grid():
         command = [sys.executable, "-m", "bft_ref.train", *arguments]
@@ -203,8 +203,9 @@ def main(
         command += ["--output", str(output), "--quiet"]
         if data_dir:
             command += ["--data-dir", data_dir]
-        if arguments[-1] not in ("popularity", "item-knn"):
+        if "--seed" in arguments:
             command += ["--checkpoint", str(checkpoint)]
+        output.unlink(missing_ok=True)  # of another grid, or without test
         began = time.time()
         with open(work / f"{name}.log", "a") as log:
             code = subprocess.run(command, stdout=log, stderr=log).returncode

@@ -18,7 +18,7 @@ from bft_ref.models.sasrec import Block
 
 SMALL = {"n_items": 30, "d": 16, "ffn": 24, "heads": 2, "length": 8}
 MODELS = ("sasrec", "bert4rec", "hstu")
-FILTER = BFTConfig(observation="value", project=False)
+FILTER = BFTConfig(project=False)
 
 
 def small(model="sasrec", *, dropout=0.0, seed=0, frequency=None, **given):
@@ -124,7 +124,7 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
     ends = (ITEMS > 0).sum(1) - 1
     for b in range(len(h)):
         x = (h[b] - h[b].mean(-1, keepdim=True)) / torch.sqrt(
-            h[b].var(-1, correction=0, keepdim=True) + 1e-5
+            h[b].var(-1, correction=0, keepdim=True) + 1e-6
         )
         u, v, q, k = F.silu(layer.uvqk(x)).chunk(4, -1)
         for t in range(h.shape[1]):
@@ -139,7 +139,7 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
                         bucket = min(128, int(math.log(gap) / 0.301))
                         r = r + model.bucket[bucket]
                     o[s] += F.silu(q[t, s] @ k[j, s] + r) / c.length * v[j, s]
-            o = F.layer_norm(o, (c.d,))
+            o = F.layer_norm(o, (c.d,), eps=1e-6)
             expected[b, t] = h[b, t] + layer.out(u[t] * o)
     inside = ITEMS > 0
     found = model(ITEMS, times)
@@ -157,7 +157,7 @@ def test_hstu_variance_is_the_loop_over_weights():
     _, trace = layer(belief, relative, trace=True)
     h, precision = belief.mean[0], belief.precision[0]
     spread = h.std(-1, correction=0)
-    x = F.layer_norm(h, (d,))
+    x = F.layer_norm(h, (d,), eps=1e-6)
     inner = layer.uvqk(x)
     u, v, q, k = F.silu(inner).chunk(4, -1)
     before = inner[:, d : 2 * d]
@@ -193,7 +193,7 @@ def test_hstu_variance_is_the_loop_over_weights():
         s2 = (squares @ own + n * dispersion) / n
         o[i], var_o[i] = a @ values, s2 * (a**2).sum()
     jacobian = torch.autograd.functional.jacobian(
-        lambda y: F.layer_norm(y, (d,)), o
+        lambda y: F.layer_norm(y, (d,), eps=1e-6), o
     )
     expected = (jacobian**2) @ var_o * u[t] ** 2
     found = (-trace.log_observation_precision[0, t]).exp()
@@ -339,7 +339,8 @@ def test_gates_are_what_they_say():
 @pytest.mark.parametrize("kind", [g for g in GATES if g != "none"])
 def test_a_gate_reaches_the_model(kind):
     torch.manual_seed(0)
-    gated = small(gate=kind, gate_value=0.5)
+    reads = kind in ("constant", "scalar", "vector")
+    gated = small(gate=kind, **({"gate_value": 0.5} if reads else {}))
     plain = small()
     plain.load_state_dict(gated.state_dict(), strict=False)
     assert not torch.allclose(gated(ITEMS), plain(ITEMS))
@@ -428,6 +429,9 @@ def test_precision_learns_at_its_own_rate():
         ({"gate": "x"}, "gate"),
         ({"tau": "x"}, "tau"),
         ({"gate": "ligr", "bft": FILTER}, "bft"),
+        ({"gate": "ligr", "gate_value": 0.5}, "does not read it; got 0.5"),
+        ({"tau_start": 2.0}, "plain model without tau_bias does not read"),
+        ({"model": "hstu", "bft": BFTConfig(observation="value")}, "HSTU's"),
         ({"tau_bias": True, "bft": FILTER}, "bft"),
         ({"model": "bert4rec", "residual": "original"}, "residual"),
         ({"model": "hstu", "gate": "ligr"}, "gate"),

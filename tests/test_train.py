@@ -196,9 +196,9 @@ def test_training_lowers_the_loss(sequences, model, loss):
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
 def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
-    bft = BFTConfig(observation="value", project=False)
+    bft = BFTConfig(project=False)
     result = run(sequences, model={"model": model, "bft": bft}).result
-    assert result["model"]["bft"]["observation"] == "value"
+    assert result["model"]["bft"]["project"] is False
     for layer in result["anatomy"]["layers"]:
         assert all(0 < k < 1 for k in layer["gain"] if k is not None)
         assert layer["process_noise_mean"] > 0
@@ -209,7 +209,7 @@ def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
 def test_interventions_change_what_they_name_and_leave_the_model(
     sequences, model
 ):
-    bft = BFTConfig(observation="value", project=False, process_noise=0.3)
+    bft = BFTConfig(project=False, process_noise=0.3)
     fitted = run(sequences, model={"model": model, "bft": bft}, epochs=1)
     split, cpu = sequences.split("validation"), torch.device("cpu")
     net = fitted.model.eval()
@@ -290,7 +290,8 @@ def test_result_has_its_provenance(sequences):
     assert result["data"]["interactions"] == len(sequences.items)
     assert result["code"]["torch"] == torch.__version__
     assert len(result["code"]["source_sha256"]) == 64
-    assert result["peak_memory_bytes"] > 1e6
+    assert result["training_peak_bytes"] > 1e6
+    assert result["resumed_with"] == []
     assert result["seed"] == 0 and result["epochs"] == 2
     assert str(ROOT) not in json.dumps(result)
     found = result["validation"]
@@ -432,6 +433,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
+def said(result):
+    """What it wrote, without the box around it."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
 def test_the_command_line_runs_baselines(sequences, tmp_path):
     data = write_s3rec(tmp_path / "d.txt", sequences)
     output = tmp_path / "out" / "pop.json"
@@ -444,8 +450,14 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
         hit = (stored["validation_above"] + stored["validation_tied"]) < 10
     assert hit.mean() == result["validation"]["HR@10"]
     before = output.read_bytes()
+    assert invoke(*arguments).exit_code == 0
     again = invoke(*arguments, "--final")
-    assert again.exit_code == 0 and output.read_bytes() == before
+    assert again.exit_code == 2 and "no test items" in said(again)
+    again = invoke(*arguments[:3], "item-knn", *arguments[4:])
+    assert again.exit_code == 2 and "another configuration" in said(again)
+    assert output.read_bytes() == before
+    again = invoke(*arguments, "--epochs", 3)
+    assert again.exit_code == 2 and "--epochs" in said(again)
     knn = invoke("--data", data, "--model", "item-knn", "--final")
     assert "test" in json.loads(knn.stdout)
 

@@ -31,7 +31,7 @@ class Dataset:
 
     ``archive`` is the checksum of the file at ``url`` when the data set is
     a ``member`` of it; ``length`` the usual number of last items a model
-    sees.
+    sees; ``core`` > 0 keeps the k-core of a file that is not one yet.
     """
 
     file: str
@@ -40,6 +40,7 @@ class Dataset:
     format: str
     source: str
     length: int = 20
+    core: int = 0
     archive: str = ""
     member: str = ""
 
@@ -89,6 +90,7 @@ DATASETS: dict[str, Dataset] = {
         "recbole",
         "GroupLens MovieLens 100k (no redistribution), as shipped by RecBole",
         length=100,
+        core=5,
         archive=(
             "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407"
         ),
@@ -112,14 +114,23 @@ def fetch(name: str, folder: str | Path | None = None) -> Path:
     data = DATASETS[name]
     folder = folder or os.environ.get("BFT_DATA")
     if folder is not None:
-        for path in sorted(Path(folder).rglob(data.file)):
-            found = pooch.file_hash(str(path), alg="sha256")
-            if found != data.sha256:
-                raise ValueError(
-                    f"{path}: expected sha256 {data.sha256}, got {found}: "
-                    "this is another version of the file"
-                )
-            return path
+        if not Path(folder).is_dir():
+            raise DataUnavailableError(
+                f"{folder}: expected a folder with data"
+            )
+        found = {
+            path: pooch.file_hash(str(path), alg="sha256")
+            for path in sorted(Path(folder).rglob(data.file))
+        }
+        for path, checksum in found.items():
+            if checksum == data.sha256:
+                return path
+        if found:
+            others = ", ".join(f"{p}: {c}" for p, c in found.items())
+            raise ValueError(
+                f"{name}: expected sha256 {data.sha256}, got another version "
+                f"of the file ({others})"
+            )
     try:
         paths = pooch.retrieve(
             data.url,
@@ -152,7 +163,15 @@ def load(
     """
     if str(data) in DATASETS:
         name = str(data)
-        path, reader = fetch(name, folder), DATASETS[name].format
+        known = DATASETS[name]
+        path, reader = fetch(name, folder), known.format
+        if format not in (None, known.format):
+            raise ValueError(
+                f"format: expected {known.format!r} or none for {name}, got "
+                f"{format!r}"
+            )
+        if known.core:
+            options.setdefault("core", known.core)
     else:
         path, name = Path(data), Path(data).stem
         if not path.is_file():

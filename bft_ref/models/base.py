@@ -1,6 +1,7 @@
 """What the three recommenders share: configuration, embedding, scores."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -92,6 +93,27 @@ class ModelConfig:
             raise ValueError(
                 f"{plain_only[0]}: HSTU has no such control, its own U gates"
             )
+        self._refuse_what_nothing_reads()
+
+    def _refuse_what_nothing_reads(self):
+        unread: dict[str, str] = {}
+        if self.gate not in ("constant", "scalar", "vector"):
+            unread["gate_value"] = f"gate {self.gate!r}"
+        if self.bft is None and not self.tau_bias:
+            for name in ("tau", "tau_power", "tau_start"):
+                unread[name] = "a plain model without tau_bias"
+        checks.unread(self, unread)
+        if self.model == "hstu" and self.bft is not None:
+            known = {f.name for f in fields(BFTConfig)}
+            read = (
+                "prior_dof",
+                "prior_scale",
+                "process_noise",
+                "granularity",
+                "project",
+            )
+            names = dict.fromkeys(known.difference(read), "HSTU's filter")
+            checks.unread(self.bft, names)
 
     @property
     def gate_values(self) -> tuple[float, ...]:
@@ -108,11 +130,10 @@ class Recommender(nn.Module):
     a causal model then needs no padding mask. Positions count back from the
     end of the sequence, as with the customary left padding.
 
-    Shapes: ``items`` (B, T), T ≤ length (+ 1 for BERT4Rec's mask); ``times``
-    (B, T) in seconds or None → :meth:`forward` (B, T, d).
+    Shapes: ``items`` (B, T), T ≤ length; ``times`` (B, T) in seconds or None
+    → :meth:`forward` (B, T, d).
     """
 
-    bidirectional = False
     #: rows of the embedding table beyond padding and the items
     special = 0
 
@@ -121,7 +142,7 @@ class Recommender(nn.Module):
         self.config = c = config
         rows = c.n_items + 1 + self.special
         self.items = nn.Embedding(rows, c.d, padding_idx=0)
-        self.positions = nn.Embedding(c.length + self.special, c.d)
+        self.positions = nn.Embedding(c.length, c.d)
         nn.init.normal_(self.items.weight, std=c.d**-0.5)
         nn.init.normal_(self.positions.weight, std=c.d**-0.5)
         with torch.no_grad():
@@ -137,10 +158,13 @@ class Recommender(nn.Module):
                 start=c.tau_start,
             )
 
-    def embed(self, items: Tensor) -> Tensor:
+    def embed(
+        self, items: Tensor, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """(B, T) → (B, T, d): √d times (item + position), O(1) per feature.
 
-        Raises: ValueError for a sequence longer than ``length``.
+        Then comes ``norm``, if there is one, and dropout. Raises: ValueError
+        for a sequence longer than ``length``.
         """
         longest = self.positions.num_embeddings
         if items.dim() != 2 or items.shape[1] > longest:
@@ -153,6 +177,7 @@ class Recommender(nn.Module):
         place = (longest - left + place).clamp(max=longest - 1)
         x = self.items(items) + self.positions(place)
         x = x * self.config.d**0.5
+        x = x if norm is None else norm(x)
         return F.dropout(x, self.config.dropout, self.training)
 
     def forward(self, items: Tensor, times: Tensor | None = None) -> Tensor:

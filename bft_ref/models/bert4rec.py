@@ -12,11 +12,11 @@ class BERT4Rec(Recommender):
     """BERT4Rec (Sun et al. 2019): post-LN, GELU, cloze training, ± filter.
 
     Id n_items + 1 is [MASK]. The next item is asked for by appending it to
-    the whole history. Output: dense, GELU, LayerNorm, then tied embeddings
-    with a bias per item. [MASK] has a τ of its own: Equation (14.4).
+    the history, of which the last ``length`` − 1 items are seen. Output:
+    dense, GELU, LayerNorm, then tied embeddings with a bias per item. [MASK]
+    has a τ of its own: Equation (14.4).
     """
 
-    bidirectional = True
     special = 1
 
     def __init__(self, config: ModelConfig, frequency=None):
@@ -33,7 +33,7 @@ class BERT4Rec(Recommender):
         return self.config.n_items + 1
 
     def forward(self, items, times=None, trace: bool = False):
-        x = self.first(self.embed(items))
+        x = self.embed(items, self.first)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
@@ -50,7 +50,10 @@ class BERT4Rec(Recommender):
         return self.items.weight, self.bias
 
     def question(self, items, times=None):
-        """The last ``length`` items and a [MASK] after them."""
-        mask = F.pad(items, (0, 1))
-        end = (items > 0).sum(1, keepdim=True)
-        return mask.scatter(1, end, self.mask_id), times
+        """The last ``length`` − 1 items and a [MASK] after them."""
+        kept = min(items.shape[1], self.config.length - 1)
+        count = (items > 0).sum(1, keepdim=True)
+        first = (count - kept).clamp(min=0)
+        place = torch.arange(kept, device=items.device)
+        asked = F.pad(items.gather(1, first + place), (0, 1))
+        return asked.scatter(1, count.clamp(max=kept), self.mask_id), None

@@ -11,16 +11,20 @@ from bft_ref.layer import LayerTrace, Observation
 from bft_ref.models.base import ModelConfig, Recommender
 
 TIME_BUCKETS = 129
+EPSILON = 1e-6  # of the norms, as published
 
 
 class HSTULayer(nn.Module):
     """One HSTU layer (Zhai et al. 2024), plain or as a Bayesian filter.
 
-    (U, V, Q, K) = SiLU(norm(h) W + b), A = SiLU(QKᵀ + r)/N, N the model's
+    (U, V, Q, K) = SiLU(norm(h) W), A = SiLU(QKᵀ + r)/N, N the model's
     length, e = W_O(U ∘ norm(AV)), h' = h + e; norms without affine map, no
-    FFN. As a filter: A is reweighted by λ̄, Var(AV) is the sandwich estimate,
-    carried through the norm, U² and W_O² to λ_obs; then h' = h + K ∘ e, and
-    λ is discounted by Q (J = 0). Equations (11.7)–(11.14); our formulas.
+    FFN; initial weights as published. As a filter: A is reweighted by λ̄,
+    Var(AV) is the sandwich estimate, carried through the norm, U² and W_O² to
+    λ_obs; then h' = h + K ∘ e, and λ is discounted by Q (J = 0). Equations
+    (11.7)–(11.14); our formulas. Of a BFTConfig it reads what these need:
+    ``prior_dof``, ``prior_scale``, ``process_noise``, ``granularity`` and
+    ``project``.
 
     Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
     1).
@@ -29,10 +33,10 @@ class HSTULayer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         c = self.config = config
-        self.uvqk = nn.Linear(c.d, 4 * c.d)
+        self.uvqk = nn.Linear(c.d, 4 * c.d, bias=False)
         self.out = nn.Linear(c.d, c.d)
         nn.init.normal_(self.uvqk.weight, std=0.02)
-        nn.init.zeros_(self.uvqk.bias)
+        nn.init.xavier_uniform_(self.out.weight)
         if c.bft is not None:
             features = c.d if c.bft.granularity == "feature" else 1
             noise = torch.full((features,), c.bft.process_noise)
@@ -41,7 +45,7 @@ class HSTULayer(nn.Module):
     def forward(self, belief, relative: Tensor, trace: bool = False):
         c = self.config
         h = belief.mean if c.bft is not None else belief
-        x = delta.normalise(h, None, None)
+        x = delta.normalise(h, None, None, EPSILON)
         inner = self.uvqk(x.z.to(h.dtype))
         u, v, q, k = F.silu(inner).chunk(4, -1)
         v, q, k = (
@@ -58,7 +62,7 @@ class HSTULayer(nn.Module):
                 weights, belief.log_token_precision.unsqueeze(1), visible
             )
         o = (weights @ v).transpose(1, 2).flatten(-2)
-        normed = delta.normalise(o, None, None)
+        normed = delta.normalise(o, None, None, EPSILON)
         e = self.out(F.dropout(u * normed.z, c.dropout, self.training))
         if c.bft is None:
             return h + e

@@ -29,11 +29,11 @@ class Block(nn.Module):
         self.norm, self.causal = norm, causal
         self.in_proj = nn.Linear(c.d, 3 * c.d)
         self.out_proj = nn.Linear(c.d, c.d)
-        self.linear1 = nn.Linear(c.d, c.ffn)
+        self.activation, self.gated = activation_function(c.activation)
+        self.linear1 = nn.Linear(c.d, c.ffn * (2 if self.gated else 1))
         self.linear2 = nn.Linear(c.ffn, c.d)
         self.norm1, self.norm2 = nn.LayerNorm(c.d), nn.LayerNorm(c.d)
         self.gate = Gate(c.gate, c.d, c.heads, c.gate_values[layer])
-        self.activation, _ = activation_function(c.activation)
         nn.init.xavier_uniform_(self.in_proj.weight)
         nn.init.zeros_(self.in_proj.bias)
         nn.init.zeros_(self.out_proj.bias)
@@ -72,7 +72,12 @@ class Block(nn.Module):
 
     def _feed_forward(self, x, h):
         p = self.config.dropout
-        hidden = F.dropout(self.activation(self.linear1(x)), p, self.training)
+        if self.gated:
+            opening, through = self.linear1(x).chunk(2, -1)
+            hidden = self.activation(opening) * through
+        else:
+            hidden = self.activation(self.linear1(x))
+        hidden = F.dropout(hidden, p, self.training)
         branch = F.dropout(self.linear2(hidden), p, self.training)
         return self.gate.on_ffn(branch, h)
 

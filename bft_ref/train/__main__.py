@@ -21,7 +21,7 @@ from bft_ref.models import ModelConfig
 from bft_ref.models.gates import GateKind
 from bft_ref.models.precision import Source
 from bft_ref.train.losses import Loss
-from bft_ref.train.provenance import code_version, device_name, peak_memory
+from bft_ref.train.provenance import code_version, device_name
 from bft_ref.train.trainer import TrainConfig, fit
 
 Model = Literal["sasrec", "bert4rec", "hstu", "popularity", "item-knn"]
@@ -69,8 +69,11 @@ def filter_config(text: str | None) -> BFTConfig | None:
                 )
             given[name] = value.lower() == "true"
         else:
-            given[name] = float(value) if kind == "float" else value
+            given[name] = value
     try:
+        for name in given:
+            if known[name] in (float, "float"):
+                given[name] = float(given[name])
         return BFTConfig(**given)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--bft") from None
@@ -93,6 +96,7 @@ def numbers(text: str) -> float | tuple[float, ...]:
 
 @app.command()
 def main(
+    context: typer.Context,
     data: Annotated[
         str,
         typer.Option(
@@ -352,9 +356,6 @@ def main(
 
         torchrun --nproc-per-node 2 -m bft_ref.train --data my.inter
     """  # noqa: E501
-    if output is not None and output.is_file():
-        typer.echo(f"{output} is there already: nothing to do", err=True)
-        return
     if threads:
         torch.set_num_threads(threads)
     try:
@@ -362,6 +363,9 @@ def main(
     except (DataUnavailableError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
     if model in ("popularity", "item-knn"):
+        _refuse_training_options(context, model)
+        if _is_there(output, final, {"model": {"model": model}}):
+            return
         result, rankings = _baseline(sequences, model, final)
     else:
         if length is None:
@@ -402,6 +406,9 @@ def main(
             )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        wanted = {"model": asdict(model_config), "train": asdict(train_config)}
+        if _is_there(output, final, wanted):
+            return
         where = _join(device)
         fitted = fit(
             sequences,
@@ -417,6 +424,37 @@ def main(
         _write(result, rankings, output, ranks)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _refuse_training_options(context: typer.Context, model: str) -> None:
+    """Counting needs no training options."""
+    used = ("data", "data_dir", "format", "model", "final")
+    used += ("output", "ranks", "quiet", "threads", "device")
+    for name in context.params.keys() - set(used):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"{model} does not read it", param_hint=f"--{name}"
+            )
+
+
+def _is_there(output: Path | None, final: bool, wanted: dict) -> bool:
+    """Whether the very result is written already."""
+    if output is None or not output.is_file():
+        return False
+    found = json.loads(output.read_text())
+    same = all(
+        found.get(k) == v for k, v in json.loads(json.dumps(wanted)).items()
+    )
+    if not same or (final and "test" not in found):
+        lacks = "another configuration" if not same else "no test items"
+        raise typer.BadParameter(
+            f"{output} is there already, with {lacks}: remove it or choose "
+            "another file",
+            param_hint="--output",
+        )
+    typer.echo(f"{output} is there already: nothing to do", err=True)
+    return True
 
 
 def _join(device: str | None) -> torch.device:
@@ -444,7 +482,6 @@ def _baseline(sequences, name: str, final: bool):
     return result | {
         "code": code_version(),
         "device": device_name(cpu),
-        "peak_memory_bytes": peak_memory(cpu),
     }, rankings
 
 

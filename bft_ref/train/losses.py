@@ -38,7 +38,8 @@ def next_item_loss(
     target and ``negatives``, whose logits gain log((n_items − 1)/m) with
     ``correct``, so that the sum estimates the full one; ``bce``, one against
     the others; ``gbce``, the same with log σ(s⁺) scaled down against
-    overconfidence by ``calibration`` t (gSASRec, Petrov & Macdonald 2023).
+    overconfidence by ``calibration`` t in [0, 1] (gSASRec, Petrov & Macdonald
+    2023; the rate m/(n_items − 1) counts as at most one).
     A negative that is the question's own target does not count.
     Equations (13.2) and (13.3) say how well ``sampled`` estimates ``full``.
 
@@ -71,7 +72,7 @@ def next_item_loss(
         return (logits.logsumexp(1) - positive).mean()
     beta = 1.0
     if kind == "gbce":
-        rate = m / (n_items - 1)
+        rate = min(m / (n_items - 1), 1.0)
         beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
     right = beta * F.logsigmoid(positive)
     wrong = F.logsigmoid(-negative).masked_fill(own, 0.0).sum(1)

@@ -29,11 +29,12 @@ def histories(
 def anatomy(
     model: Recommender, split: Split, device: torch.device, chunk: int = 512
 ) -> dict:
-    """What the filter does: K, λ and n_eff of last items, by their rarity.
+    """What the filter does: K, λ and n_eff where the question is asked.
 
-    Per layer and quartile of the last item's training frequency: the mean
-    gain, the median precision after the update, the mean n_eff; and per
-    layer Q; and τ by quartile of item frequency.
+    That is at the last item, or at BERT4Rec's [MASK] after it. Per layer and
+    quartile of the last item's training frequency: the mean gain, the median
+    precision after the update, the mean n_eff; and per layer Q; and τ by
+    quartile of item frequency.
     Raises: ValueError for a plain model.
     """
     _filter(model)

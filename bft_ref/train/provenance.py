@@ -35,7 +35,7 @@ def code_version() -> dict:
         "bft_ref": bft_ref.__version__,
         "commit": commit,
         "source_sha256": digest.hexdigest(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),
     }

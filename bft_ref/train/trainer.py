@@ -64,6 +64,7 @@ class TrainConfig:
         checks.number("lr", self.lr, 0.0)
         checks.number("precision_lr", self.precision_lr, 0.0)
         checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
+        checks.number("calibration", self.calibration, 0.0, 1.0)
 
 
 @dataclass
@@ -137,9 +138,16 @@ def fit(
     test items are not looked at. Under ``torchrun`` each batch is shared out
     among the processes.
 
-    Raises: ValueError for a checkpoint of another configuration or data, or
-    a loss that is no longer finite.
+    Raises: ValueError for a checkpoint of another configuration, data or
+    number of processes, a model for another number of items, or a loss that
+    is no longer finite.
     """
+    if model_config.n_items != sequences.n_items:
+        raise ValueError(
+            f"n_items: expected {sequences.n_items}, those of the data; got "
+            f"{model_config.n_items}"
+        )
+    _refuse_what_nothing_reads(model_config, config)
     device = torch.device(
         device or ("cuda" if torch.cuda.is_available() else "cpu")
     )
@@ -155,6 +163,7 @@ def fit(
         "model": asdict(model_config),
         "train": asdict(config),
         "data": sequences.describe(),
+        "processes": _world(),
     }
     state = _State(model, optimizer, identity)
     path = None if checkpoint is None else Path(checkpoint)
@@ -178,7 +187,8 @@ def fit(
         )
         trained, busy = time.perf_counter(), time.process_time()
         record = {"epoch": epoch + 1, "loss": loss, "steps": steps}
-        if (epoch + 1) % config.evaluate_every == 0:
+        last = epoch + 1 == config.epochs
+        if last or (epoch + 1) % config.evaluate_every == 0:
             found = evaluate(model, split, device).summary()
             record |= found
             state.keep_best(found["NDCG@10"])
@@ -192,6 +202,7 @@ def fit(
         if on_epoch is not None:
             on_epoch(record)
     epochs.close()
+    peak = peak_memory(device)  # before the analyses, which only filters have
     model.load_state_dict(state.best or model.state_dict())
     result = {
         **identity,
@@ -224,12 +235,21 @@ def fit(
             model, split, lambda: evaluate(model, split, device)
         )
     result |= {
-        "code": code_version(),
+        "code": state.code[0],
+        "resumed_with": state.code[1:],
         "device": device_name(device),
-        "processes": _world(),
-        "peak_memory_bytes": peak_memory(device),
+        "training_peak_bytes": peak,
     }
     return Fitted(model, result, rankings)
+
+
+def _refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig):
+    unread = {}
+    if model.model != "bert4rec":
+        unread["mask_rate"] = unread["last_rate"] = model.model
+    if model.bft is None and not model.tau_bias:
+        unread["precision_lr"] = "a plain model without tau_bias"
+    checks.unread(config, unread)
 
 
 class _State:
@@ -241,6 +261,8 @@ class _State:
         self.epoch, self.stale = 0, 0
         self.best, self.best_value, self.best_epoch = None, -math.inf, 0
         self.history: list[dict] = []
+        #: versions of the code, as they were when each began to work on it
+        self.code = [code_version()]
 
     def keep_best(self, value: float):
         if value > self.best_value:
@@ -260,7 +282,14 @@ class _State:
     def save(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
-        kept = ("epoch", "stale", "best_value", "best_epoch", "history")
+        kept = (
+            "epoch",
+            "stale",
+            "best_value",
+            "best_epoch",
+            "history",
+            "code",
+        )
         torch.save(
             {
                 "identity": json.dumps(self.identity, sort_keys=True),
@@ -284,8 +313,11 @@ class _State:
             )
         self.model.load_state_dict(found.pop("model"))
         self.optimizer.load_state_dict(found.pop("optimizer"))
+        (mine,) = self.code
         for name, value in found.items():
             setattr(self, name, value)
+        if mine != self.code[-1]:
+            self.code.append(mine)
 
 
 def _epoch(parallel, model, optimizer, split, config, epoch, device):
@@ -343,14 +375,12 @@ class _Questions(nn.Module):
 
     def forward(self, batch, negatives, config) -> Tensor:
         model = self.model
-        hidden = model(batch.items, batch.times)
         where = batch.target > 0
-        query = model.head(hidden[where])
-        if not len(query):
+        if not where.any():
             # A process without a question still takes part in the sum.
-            return hidden.sum() * 0.0 + sum(
-                p.sum() * 0.0 for p in model.parameters()
-            )
+            return sum(p.sum() * 0.0 for p in model.parameters())
+        hidden = model(batch.items, batch.times)
+        query = model.head(hidden[where])
         keys, bias = model.keys()
         return next_item_loss(
             query,

@@ -46,7 +46,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             "best_epoch": 7,
             "epochs": 9,
             "cpu_seconds_per_epoch": 2.5,
-            "peak_memory_bytes": 123_456_789,
+            "training_peak_bytes": 123_456_789,
             "parameters": 1000,
             "device": "an abacus",
             "code": {"commit": "abcdef0123456", "torch": "2.11.0"},

@@ -441,12 +441,12 @@ def test_what_hstu_observes():
     layer, belief, relative = hstu_layer()
     _, trace = layer(belief, relative, True)
     h = belief.mean[0]
-    inner = layer.uvqk(F.layer_norm(h, (8,)))
+    inner = layer.uvqk(F.layer_norm(h, (8,), eps=1e-6))
     u, v, q, k = F.silu(inner).chunk(4, -1)
     squash = inner[:, 8:16].sigmoid()
     slope = squash * (1 + inner[:, 8:16] * (1 - squash))
     rows = layer.uvqk.weight[8:16].square().sum(1)
-    scale2 = h.var(-1, correction=0) + 1e-5
+    scale2 = h.var(-1, correction=0) + 1e-6
     c = belief.variance[0].mean(-1) / scale2
     lam = belief.precision[0].mean(-1)
     W = layer.out.weight
@@ -467,7 +467,7 @@ def test_what_hstu_observes():
             o.append(a @ seen)
             var.append((s0 + n_u * V) / n_u * (a**2).sum())
         o, var = torch.cat(o), torch.cat(var)
-        J = torch.func.jacrev(lambda x: F.layer_norm(x, (8,)))(o)
+        J = torch.func.jacrev(lambda x: F.layer_norm(x, (8,), eps=1e-6))(o)
         through = J.square() @ var
         expected = W.square() @ (u[t] ** 2 * through)
         found = (-trace.log_observation_precision[0, t]).exp()

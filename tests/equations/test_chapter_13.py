@@ -181,9 +181,7 @@ def test_a_hit_among_sampled_negatives(C, m, k, r):
     assert_allclose(law.cdf(k - 1), formula, rtol=1e-12)
 
 
-SMALL = ModelConfig(
-    n_items=20, d=8, heads=2, ffn=16, layers=1, dropout=0.0, tau="unit"
-)
+SMALL = ModelConfig(n_items=20, d=8, heads=2, ffn=16, layers=1, dropout=0.0)
 
 
 def pair(layers=1, source="unit"):
