@@ -135,11 +135,11 @@ def grid() -> list[tuple[str, list[str]]]:
     for model, arms in backbones.items():
         confirm("lastfm", 1, model, arms)
     confirm("instruments", 2)
-    for seed in SEEDS:
-        for data in sets:
-            confirm(data, seed, arms=("plain", "bft"))
-        if seed == 1:
-            confirm("instruments", seed, "hstu", backbones["hstu"])
+    for data in sets:
+        confirm(data, 1, arms=("plain", "bft"))
+    confirm("instruments", 1, "hstu", backbones["hstu"])
+    for data, seed in product(sets, SEEDS):
+        confirm(data, seed, arms=("plain", "bft"))
     for seed, data in product(SEEDS, sets):
         confirm(data, seed)
     for seed, data in product(SEEDS, ("lastfm", "instruments", "sports")):

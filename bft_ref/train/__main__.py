@@ -236,6 +236,10 @@ def main(
             rich_help_panel=TRAINING,
         ),
     ] = True,
+    calibration: Annotated[
+        float,
+        typer.Option(help="gBCE's t in [0, 1].", rich_help_panel=TRAINING),
+    ] = 0.75,
     epochs: Annotated[
         int, typer.Option(help="At most.", rich_help_panel=TRAINING)
     ] = 100,
@@ -393,6 +397,7 @@ def main(
                 loss=loss,
                 negatives=negatives,
                 correct=correct,
+                calibration=calibration,
                 epochs=epochs,
                 patience=patience,
                 evaluate_every=evaluate_every,

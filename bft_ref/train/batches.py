@@ -82,7 +82,7 @@ def training_batches(
     rng: np.random.Generator,
     every_window: bool = False,
     mask_id: int | None = None,
-    mask_rate: float = 0.2,
+    mask_rate: float = 0.3,
     last_rate: float = 0.1,
 ) -> Iterator[Batch]:
     """One epoch of batches, lengths alike within a batch, order random.

@@ -13,7 +13,11 @@ import bft_ref
 
 
 def code_version() -> dict:
-    """Package version, git commit if there is one, checksum of the source."""
+    """Package version, git commit if there is one, checksum of the source.
+
+    The commit is that of a repository that holds the package, with ``-dirty``
+    after it where its files were changed since.
+    """
     root = Path(bft_ref.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -21,14 +25,15 @@ def code_version() -> dict:
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
+        _git(root, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(
+            root,
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        )
     except (OSError, subprocess.SubprocessError):
         commit = None
     return {
@@ -39,6 +44,17 @@ def code_version() -> dict:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    ).stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

@@ -247,8 +247,6 @@ def _refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig):
     unread = {}
     if model.model != "bert4rec":
         unread["mask_rate"] = unread["last_rate"] = model.model
-    if model.bft is None and not model.tau_bias:
-        unread["precision_lr"] = "a plain model without tau_bias"
     checks.unread(config, unread)
 
 
