@@ -322,6 +322,9 @@ def test_the_first_loss_of_a_cosine_head(d, theta, items):
     with torch.no_grad():
         history = torch.randint(1, items + 1, (500, 6))
         scores = model.scores(history)[:, 1:].double()
+        # the last item's own vector is still in the state
+        own = scores.gather(1, history[:, -1:] - 1).mean().item()
+        assert abs(own * theta - 0.5**0.5) < 0.05
         # the items of the history are no random directions
         scores.scatter_(1, history - 1, -torch.inf)
         free = torch.randint(items, (500,))
