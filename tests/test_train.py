@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from typer.testing import CliRunner
 
 from bft_ref.data import Sequences, simulate
@@ -495,6 +496,14 @@ def test_filter_options_become_a_config():
     assert found == BFTConfig(
         observation="value", project=False, prior_dof=5.0
     )
+    for text, complaint in [
+        ("prior_dof=abc", "prior_dof: expected a number, got 'abc'"),
+        ("project=maybe", "project: expected true or false, got 'maybe'"),
+        ("prior=1", "got 'prior=1'"),
+        ("observation=x", "observation"),
+    ]:
+        with pytest.raises(typer.BadParameter, match=complaint):
+            filter_config(text)
 
 
 @pytest.mark.parametrize(

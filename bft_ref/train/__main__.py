@@ -68,12 +68,17 @@ def filter_config(text: str | None) -> BFTConfig | None:
                     param_hint="--bft",
                 )
             given[name] = value.lower() == "true"
+        elif kind == "float":
+            try:
+                given[name] = float(value)
+            except ValueError:
+                raise typer.BadParameter(
+                    f"{name}: expected a number, got {value!r}",
+                    param_hint="--bft",
+                ) from None
         else:
             given[name] = value
     try:
-        for name in given:
-            if known[name] in (float, "float"):
-                given[name] = float(given[name])
         return BFTConfig(**given)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--bft") from None
