@@ -115,8 +115,8 @@ def grid() -> list[tuple[str, list[str]]]:
         for name in arms:
             train(data, name, seed, f"{ARMS[name]} --final", model)
 
-    sets = ("toys", "instruments", "lastfm", "sports", "ml-100k", "beauty")
-    for data in sets[:3]:
+    sets = ("toys", "instruments", "ml-100k", "lastfm", "sports", "beauty")
+    for data in ("toys", "instruments", "lastfm"):
         confirm(data, 1)
     # Asked for only after those were seen, so they confirm nothing: is what
     # the filter gains over all targets more than its mean gain would give,
