@@ -138,6 +138,10 @@ def grid() -> list[tuple[str, list[str]]]:
     for data in sets:
         confirm(data, 1, arms=("plain", "bft"))
     confirm("instruments", 1, "hstu", backbones["hstu"])
+    for data, seed in product(sets[:2], SEEDS):
+        confirm(data, seed, arms=("plain", "bft"))
+    for data in sets:
+        confirm(data, 1)
     for data, seed in product(sets, SEEDS):
         confirm(data, seed, arms=("plain", "bft"))
     for seed, data in product(SEEDS, sets):
