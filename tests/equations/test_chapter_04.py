@@ -160,7 +160,8 @@ def test_mean_integrated_out():
 @equation(
     "4.6",
     r"\frac{D}{c} \sim \chi^2_{T-1} \qquad \text{if } v_j \sim"
-    r" \mathcal N\left(m, \frac{c}{w_j}\right), \quad \tilde\alpha_j = w_j",
+    r" \mathcal N\left(m, \frac{c}{w_j}\right) \text{ independently}, \quad"
+    r" \tilde\alpha_j = w_j",
 )
 def test_precision_weights():
     """The form's eigenvalues are T−1 ones and a zero; statsmodels' WLS."""

@@ -249,7 +249,7 @@ def circuit(seed=7, d=8, heads=2, tokens=5):
 
 @equation(
     "6.11",
-    r"\operatorname{Var} e_i = \sum_k \sum_l W_{O,ik}\, C_{kl}\, W_{O,il}",
+    r"\operatorname{Var} \eta_i = \sum_k \sum_l W_{O,ik}\, C_{kl}\, W_{O,il}",
 )
 def test_projected_variance_against_simulation():
     w_o, w_v, weights, variance = circuit()

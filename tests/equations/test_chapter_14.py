@@ -130,7 +130,8 @@ def test_how_often_the_masks_ask_the_tests_question(r):
 @equation(
     "14.4",
     r"\lim_{\tau_M\to0}\tilde\alpha_{tj} = \frac{\alpha_{tj}\bar\lambda_j}"
-    r"{\sum_{i\neq M}\alpha_{ti}\bar\lambda_i} \quad (j \ne M), \qquad"
+    r"{\sum_{i\notin\mathcal M}\alpha_{ti}\bar\lambda_i} \quad"
+    r" (j \notin \mathcal M), \qquad"
     r" \lim_{\tau_M\to0} K_M = 1",
 )
 @pytest.mark.parametrize("prior", ["unit", "neighbours"])
@@ -140,8 +141,8 @@ def test_a_mask_of_no_precision_is_a_missing_reading(prior):
     layer = BFTLayer(8, 2, 12, 0.0, dtype=f64, config=config).eval()
     h = torch.randn(2, 6, 8, dtype=f64)
     log_tau = 0.7 * torch.randn(2, 6, 1, dtype=f64).expand(h.shape).clone()
-    mask = 3
-    others = [0, 1, 2, 4, 5]
+    mask = [1, 3]
+    others = [0, 2, 4, 5]
     log_tau[:, mask] = -60.0
     belief = Belief(h, log_tau)
     seen = layer.observe(belief, keep_weights=True)
