@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from bft_ref.data import Sequences, simulate
 from bft_ref.layer import BFTConfig
 from bft_ref.metrics import Ranking
-from bft_ref.models import ModelConfig
+from bft_ref.models import ModelConfig, build
 from bft_ref.train import (
     TrainConfig,
     anatomy,
@@ -29,6 +29,7 @@ from bft_ref.train import (
     interventions,
     mechanism,
     next_item_loss,
+    trainer,
     training_batches,
 )
 from bft_ref.train.__main__ import app, filter_config
@@ -246,6 +247,27 @@ def test_interventions_change_what_they_name_and_leave_the_model(
         ranks = Ranking.from_top(kept["top"])
         assert ranks.summary()["NDCG@10"] == kept["NDCG@10"]
     assert torch.equal(net(items), before)
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_a_process_without_a_question_takes_part(sequences, model):
+    """Two processes and one sequence: DDP needs a gradient from both."""
+    net = build(ModelConfig(n_items=40, model=model, bft=BFTConfig(), **TINY))
+    batch = next(
+        training_batches(
+            sequences,
+            length=6,
+            size=1,
+            rng=np.random.default_rng(0),
+            mask_id=getattr(net, "mask_id", None),
+        )
+    ).share(1, 2)
+    assert len(batch.items) == 0
+    loss = trainer._Questions(net)(batch, None, TrainConfig())
+    loss.backward()
+    assert loss == 0
+    for p in net.parameters():
+        assert (p.grad == 0).all()
 
 
 def test_a_plain_model_has_no_anatomy(sequences):

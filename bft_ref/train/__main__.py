@@ -438,9 +438,8 @@ def main(
 
 def _refuse_training_options(context: typer.Context, model: str) -> None:
     """Counting needs no training options."""
-    used = ("data", "data_dir", "format", "model", "final")
-    used += ("output", "ranks", "quiet", "threads", "device")
-    for name in context.params.keys() - set(used):
+    used = "data data_dir format model final output ranks quiet threads device"
+    for name in context.params.keys() - set(used.split()):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
