@@ -7,6 +7,7 @@ Each has its plain counterpart in :mod:`bft_ref.kriging` or
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 
 def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,7 @@ def _row_blocks(rows: int, width: int, device: torch.device):
         yield slice(start, start + step)
 
 
-@torch.library.custom_op("bft_ref::bent_feed_forward", mutates_args=())
+@custom_op("bft_ref::bent_feed_forward", mutates_args=())
 def bent_feed_forward(
     x: Tensor,
     w_in: Tensor,
@@ -79,7 +80,7 @@ def bent_feed_forward(
     return y, first, radial, a
 
 
-@torch.library.custom_op("bft_ref::bent_feed_forward_grad", mutates_args=())
+@custom_op("bft_ref::bent_feed_forward_grad", mutates_args=())
 def bent_feed_forward_grad(
     grad_y: Tensor,
     grad_first: Tensor,
@@ -209,7 +210,7 @@ HEADS = 4  # at least so many at a time: threads share them
 BLOCK = {"cpu": 2**19, "cuda": 2**25}  # weights held at a time
 
 
-@torch.library.custom_op("bft_ref::weighted_columns", mutates_args=())
+@custom_op("bft_ref::weighted_columns", mutates_args=())
 def weighted_columns(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +239,7 @@ def weighted_columns(
     return out, squares, lse
 
 
-@torch.library.custom_op("bft_ref::weighted_columns_grad", mutates_args=())
+@custom_op("bft_ref::weighted_columns_grad", mutates_args=())
 def weighted_columns_grad(
     grad_out: Tensor,
     grad_squares: Tensor,

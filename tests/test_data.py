@@ -244,6 +244,35 @@ def test_fetch_prefers_the_folder_and_checks_it(tmp_path, monkeypatch):
     monkeypatch.setenv("BFT_DATA", str(tmp_path))
     loaded = data.load("beauty")
     assert (loaded.name, lists(loaded)) == ("beauty", [[1, 2, 3]])
+    # another version of the file, met first, does not hide the right one
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / path.name).write_text("1 3 2 1\n")
+    assert data.fetch("beauty", tmp_path) == path
+    with pytest.raises(data.DataUnavailableError, match="expected a folder"):
+        data.fetch("beauty", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="format: expected 's3rec' or none"):
+        data.load("beauty", format="letter")
+
+
+def test_a_named_set_can_be_cut_to_its_core(tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    path.write_text("1 1 2 3\n2 1 2\n3 2 1\n")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setenv("BFT_DATA", str(tmp_path))
+    known = data.Dataset(path.name, "http://x", digest, "s3rec", "", core=2)
+    monkeypatch.setitem(public.DATASETS, "beauty", known)
+    options = {}
+
+    def reader(path, *, core=0):
+        options["core"] = core
+        return data.read_s3rec(path)
+
+    monkeypatch.setitem(public.READERS, "s3rec", reader)
+    data.load("beauty")
+    assert options == {"core": 2}
+    data.load("beauty", core=0)
+    assert options == {"core": 0}
+    assert public.DATASETS["ml-100k"].core == 5
 
 
 def test_fetch_downloads_and_checks(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.library import opcheck
 
 from bft_ref import delta, fused
 
@@ -170,9 +171,9 @@ def test_the_operators_keep_pytorchs_rules():
     torch.manual_seed(0)
     q, k, v = leaf(2, 5, 3), leaf(2, 5, 3), leaf(2, 5, 4)
     arguments = (q, k, v, True, 0.5)
-    torch.library.opcheck(fused.weighted_columns, arguments)
+    opcheck(fused.weighted_columns, arguments)
     x, w_in, b, w_out = leaf(5, 3), leaf(6, 3), leaf(6), leaf(3, 6)
     columns, shift = leaf(6, 2), leaf(6)
     for s in (shift, None):
         arguments = (x, w_in, b, w_out, columns, s, None, "gelu")
-        torch.library.opcheck(fused.bent_feed_forward, arguments)
+        opcheck(fused.bent_feed_forward, arguments)

@@ -35,7 +35,7 @@ def configured(arguments, monkeypatch, n_items):
         seen.update(model=asdict(model), train=asdict(train), final=final)
         return SimpleNamespace(result={}, rankings={})
 
-    data = SimpleNamespace(n_items=n_items)
+    data = SimpleNamespace(n_items=n_items, describe=dict)
     monkeypatch.setattr(command_line, "fit", fit)
     monkeypatch.setattr(command_line, "load", lambda *_, **__: data)
     done = CliRunner().invoke(command_line.app, [*arguments, "--threads", "0"])
@@ -72,6 +72,18 @@ def test_stored_runs_are_those_of_the_grid(grid, monkeypatch):
         assert run["train"] == found["train"], name
         assert run["data"]["name"] == grid[name][1]
         assert found["final"] or "test" not in run, name
+
+
+def test_a_file_without_its_test_items_is_not_done(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("grid", PATH)
+    grid = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grid)
+    monkeypatch.setattr(grid, "HERE", tmp_path)
+    assert not grid.is_done("x", [])
+    (tmp_path / "x.json").write_text('{"validation": {}}')
+    assert grid.is_done("x", []) and not grid.is_done("x", ["--final"])
+    (tmp_path / "x.json").write_text('{"validation": {}, "test": {}}')
+    assert grid.is_done("x", ["--final"])
 
 
 def commands(path):

@@ -350,6 +350,53 @@ def test_a_gate_reaches_the_model(kind):
             assert p.grad is not None and p.grad.abs().sum() > 0, name
 
 
+def test_the_mask_counts_among_the_places():
+    """The last items that fit beside it, and every place is learned."""
+    model = small("bert4rec")
+    long = torch.arange(1, 11)[None]
+    for count in (3, 7, 8, 10):
+        items = torch.where(torch.arange(10) < count, long, 0)
+        asked, _ = model.question(items)
+        kept = asked[0][asked[0] > 0].tolist()
+        first = max(count - 7, 0) + 1
+        assert kept == [*range(first, count + 1), model.mask_id]
+    whole = torch.arange(1, 9)[None]
+    model(whole).square().sum().backward()
+    assert (model.positions.weight.grad.abs().sum(1) > 0).all()
+    assert len(model.positions.weight) == model.config.length
+
+
+def test_bert4rec_drops_out_after_its_first_norm():
+    model = small("bert4rec", dropout=0.5).train()
+    seen = model.embed(ITEMS, model.first)
+    assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.1)
+    model.eval()
+    whole = model.embed(ITEMS, model.first)
+    kept = seen != 0
+    torch.testing.assert_close(seen[kept], 2 * whole[kept])
+
+
+def test_hstu_starts_as_published():
+    layer = HSTULayer(ModelConfig(n_items=5, model="hstu", d=64))
+    assert layer.uvqk.bias is None
+    w, out = layer.uvqk.weight.detach(), layer.out.weight.detach()
+    assert w.std().item() == pytest.approx(0.02, rel=0.05)
+    edge = math.sqrt(6 / 128)  # Xavier, uniform
+    assert 0.98 * edge < out.abs().max() <= edge
+
+
+def test_a_plain_block_has_a_gated_activation():
+    torch.manual_seed(0)
+    config = ModelConfig(activation="swiglu", dropout=0.0, **SMALL)
+    block = Block(config, "pre", True).eval()
+    x = torch.randn(2, 3, 16)
+    opening, through = block.linear1(x).chunk(2, -1)
+    assert opening.shape[-1] == 24
+    torch.testing.assert_close(
+        block._feed_forward(x, x), block.linear2(F.silu(opening) * through)
+    )
+
+
 def test_a_gate_may_differ_between_layers():
     one, two = small(gate="constant", gate_value=(0.0, 1.0)), small()
     two.load_state_dict(one.state_dict())

@@ -112,6 +112,18 @@ def test_bce_and_gbce_by_their_definitions():
         torch.testing.assert_close(found, expected)
 
 
+def test_gbce_never_scales_the_positive_up():
+    """More negatives than items: the rate counts as one, which is bce."""
+    query, target, keys, bias = questions()
+    negatives = torch.arange(1, N + 1).repeat(3)
+    given = (query, target, keys, bias, negatives)
+    bce, gbce = (
+        next_item_loss(*given, n_items=N, kind=kind)
+        for kind in ("bce", "gbce")
+    )
+    torch.testing.assert_close(gbce, bce)
+
+
 def test_losses_name_the_bad_argument():
     given = questions()
     with pytest.raises(ValueError, match="negatives"):
@@ -355,6 +367,51 @@ def test_a_loss_that_is_not_finite_is_an_error(sequences):
         run(sequences, lr=1e30, epochs=4)
 
 
+def test_the_last_epoch_is_evaluated(sequences):
+    fitted = run(sequences, epochs=3, evaluate_every=2)
+    asked = ["NDCG@10" in record for record in fitted.result["history"]]
+    assert asked == [False, True, True]
+    assert run(sequences, epochs=1, evaluate_every=5).result["best_epoch"] == 1
+
+
+def test_what_does_not_fit_is_refused(sequences):
+    with pytest.raises(ValueError, match="n_items: expected 40"):
+        fit(sequences, ModelConfig(n_items=39, **TINY), TrainConfig())
+    with pytest.raises(ValueError, match="mask_rate: .* sasrec does not read"):
+        run(sequences, mask_rate=0.5)
+
+
+def test_a_resumed_run_says_which_code_went_on(
+    sequences, tmp_path, monkeypatch
+):
+    path = tmp_path / "run.pt"
+    model = ModelConfig(n_items=40, **TINY)
+    config = TrainConfig(epochs=2, negatives=16)
+
+    class Killed(Exception):
+        pass
+
+    def kill(record):
+        raise Killed
+
+    with pytest.raises(Killed):
+        fit(
+            sequences,
+            model,
+            config,
+            checkpoint=path,
+            progress=False,
+            on_epoch=kill,
+        )
+    first = trainer.code_version()
+    other = first | {"source_sha256": "0" * 64}
+    monkeypatch.setattr(trainer, "code_version", lambda: other)
+    result = fit(
+        sequences, model, config, checkpoint=path, progress=False
+    ).result
+    assert result["code"] == first and result["resumed_with"] == [other]
+
+
 def test_a_checkpoint_of_another_run_is_refused(sequences, tmp_path):
     model = ModelConfig(n_items=40, **TINY)
     path = tmp_path / "run.pt"
@@ -478,9 +535,12 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
     assert again.exit_code == 2 and "no test items" in said(again)
     again = invoke(*arguments[:3], "item-knn", *arguments[4:])
     assert again.exit_code == 2 and "another configuration" in said(again)
+    fewer = write_s3rec(tmp_path / "e.txt", sequences.take(np.arange(9)))
+    again = invoke("--data", fewer, *arguments[2:])
+    assert again.exit_code == 2 and "another configuration" in said(again)
     assert output.read_bytes() == before
-    again = invoke(*arguments, "--epochs", 3)
-    assert again.exit_code == 2 and "--epochs" in said(again)
+    again = invoke(*arguments, "--weight-decay", 0.1)
+    assert again.exit_code == 2 and "--weight-decay" in said(again)
     knn = invoke("--data", data, "--model", "item-knn", "--final")
     assert "test" in json.loads(knn.stdout)
 

@@ -118,18 +118,16 @@ def fetch(name: str, folder: str | Path | None = None) -> Path:
             raise DataUnavailableError(
                 f"{folder}: expected a folder with data"
             )
-        found = {
-            path: pooch.file_hash(str(path), alg="sha256")
-            for path in sorted(Path(folder).rglob(data.file))
-        }
-        for path, checksum in found.items():
-            if checksum == data.sha256:
+        others = []
+        for path in sorted(Path(folder).rglob(data.file)):
+            found = pooch.file_hash(str(path), alg="sha256")
+            if found == data.sha256:
                 return path
-        if found:
-            others = ", ".join(f"{p}: {c}" for p, c in found.items())
+            others.append(f"{path}: {found}")
+        if others:
             raise ValueError(
                 f"{name}: expected sha256 {data.sha256}, got another version "
-                f"of the file ({others})"
+                f"of the file ({', '.join(others)})"
             )
     try:
         paths = pooch.retrieve(

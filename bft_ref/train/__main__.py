@@ -373,7 +373,8 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--data") from None
     if model in ("popularity", "item-knn"):
         _refuse_training_options(context, model)
-        if _is_there(output, final, {"model": {"model": model}}):
+        wanted = {"model": {"model": model}, "data": sequences.describe()}
+        if _is_there(output, final, wanted):
             return
         result, rankings = _baseline(sequences, model, final)
     else:
@@ -416,7 +417,11 @@ def main(
             )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        wanted = {"model": asdict(model_config), "train": asdict(train_config)}
+        wanted = {
+            "model": asdict(model_config),
+            "train": asdict(train_config),
+            "data": sequences.describe(),
+        }
         if _is_there(output, final, wanted):
             return
         where = _join(device)
@@ -443,7 +448,8 @@ def _refuse_training_options(context: typer.Context, model: str) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
-                f"{model} does not read it", param_hint=f"--{name}"
+                f"{model} does not read it",
+                param_hint=f"--{name.replace('_', '-')}",
             )
 
 
@@ -456,7 +462,9 @@ def _is_there(output: Path | None, final: bool, wanted: dict) -> bool:
         found.get(k) == v for k, v in json.loads(json.dumps(wanted)).items()
     )
     if not same or (final and "test" not in found):
-        lacks = "another configuration" if not same else "no test items"
+        lacks = (
+            "another configuration or data" if not same else "no test items"
+        )
         raise typer.BadParameter(
             f"{output} is there already, with {lacks}: remove it or choose "
             "another file",

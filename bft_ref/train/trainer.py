@@ -306,8 +306,9 @@ class _State:
         mine = json.dumps(self.identity, sort_keys=True)
         if found.pop("identity") != mine:
             raise ValueError(
-                f"checkpoint: {path} belongs to another configuration or "
-                "another data file; remove it or choose another path"
+                f"checkpoint: {path} belongs to another configuration, "
+                "data file or number of processes; remove it or choose "
+                "another path"
             )
         self.model.load_state_dict(found.pop("model"))
         self.optimizer.load_state_dict(found.pop("optimizer"))
