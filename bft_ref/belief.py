@@ -14,6 +14,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def log_mean_exp(x: Tensor) -> Tensor:
+    """log of the mean of eˣ over features, (..., d) → (..., 1)."""
+    return x.logsumexp(-1, keepdim=True) - math.log(x.shape[-1])
+
+
 class Belief(NamedTuple):
     """A Gaussian belief N(mean, 1/precision), feature by feature.
 
@@ -79,10 +84,9 @@ class Belief(NamedTuple):
     @property
     def log_token_precision(self) -> Tensor:
         """log λ̄, (...): the mean of λ over features (our choice)."""
-        features = self.log_precision.shape[-1]
-        if features == 1:
+        if self.log_precision.shape[-1] == 1:
             return self.log_precision.squeeze(-1)
-        return self.log_precision.logsumexp(-1) - math.log(features)
+        return log_mean_exp(self.log_precision).squeeze(-1)
 
 
 def fuse(a: Belief, b: Belief) -> Belief:

@@ -346,6 +346,20 @@ def row_variance(
     return (x + product(x)).square()
 
 
+def row_growth(
+    log_precision: Tensor, probe: Tensor, product: Activation
+) -> Tensor:
+    """log of :func:`row_variance` times λ, whatever the size of λ.
+
+    The growth does not change when λ is multiplied by a constant, so λ is
+    taken relative to the token's smallest. Shapes: as there.
+    Equation (7.11); ours.
+    """
+    log = log_precision - log_precision.detach().amin(-1, keepdim=True)
+    variance = row_variance(log, probe, product)
+    return torch.log(variance + torch.finfo(variance.dtype).tiny) + log
+
+
 def predict(
     log_precision: Tensor, log_growth: Tensor, log_process_noise: Tensor
 ) -> Tensor:
@@ -385,6 +399,21 @@ def normalised_variance(variance: Tensor, norm: Normalised) -> Tensor:
         result = result * norm.gamma.square()
     result = result / norm.scale.square()
     return result.clamp(min=torch.finfo(result.dtype).tiny)
+
+
+def normalised_precision(log_precision: Tensor, norm: Normalised) -> Tensor:
+    """−log of :func:`normalised_variance`, whatever the sizes of λ and ς.
+
+    The variance is taken relative to the token's largest, and ς in logs:
+    v/ς² and its gradient overflow where a token knows nothing.
+
+    Shapes: ``log_precision`` (..., d) or (..., 1) → (..., d). Equation (9.4).
+    """
+    log_variance = -wide(log_precision)
+    peak = log_variance.detach().amax(-1, keepdim=True)
+    unit = norm._replace(scale=torch.ones_like(norm.scale))
+    relative = normalised_variance((log_variance - peak).exp(), unit)
+    return 2 * norm.scale.log() - peak - relative.log()
 
 
 def activation_function(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bft_ref import checks, delta, reml
 from bft_ref.attention import IMPLEMENTATIONS, attend
-from bft_ref.belief import Belief, wide
+from bft_ref.belief import Belief, log_mean_exp, wide
 from bft_ref.cache import KeyValueCache
 from bft_ref.kalman import update
 from bft_ref.rotary import rotate
@@ -283,9 +283,7 @@ class BFTLayer(nn.Module):
         log_token_precision = belief.log_token_precision
         neighbours = None
         if c.prior_scale == "neighbours":
-            neighbours = belief.variance.mean(-1)
-            if spread is not None:
-                neighbours = neighbours / spread.squeeze(-1).square()
+            neighbours = reml.neighbour_variance(belief.log_precision, spread)
         if cache is not None:
             k, v, log_token_precision, neighbours = cache.append(
                 k, v, log_token_precision, neighbours
@@ -382,12 +380,12 @@ class BFTLayer(nn.Module):
         )
         if self.config.variance_rule == "row":
             ffn = delta.feed_forward(*network)
-            variance = delta.row_variance(
+            log_growth = delta.row_growth(
                 belief.log_precision,
                 self._probe(belief.mean, 0),
                 lambda vector: delta.jacobian_product(ffn, vector, norm),
             )
-            return ffn.output, _log_growth(variance, belief)
+            return ffn.output, log_growth
         step, j = delta.feed_forward_jacobian(
             *network,
             norm,
@@ -414,14 +412,14 @@ class BFTLayer(nn.Module):
         mean = belief.mean.contiguous()  # jvp refuses expanded memory
         probes = torch.stack([self._probe(mean, i) for i in range(3)])
         if self.config.variance_rule == "row":
-            variance = delta.row_variance(
+            step = None
+            log_growth = delta.row_growth(
                 belief.log_precision,
                 probes[2],
                 lambda x: wide(
                     torch.func.jvp(function, (mean,), (x.to(mean.dtype),))[1]
                 ),
             )
-            step, log_growth = None, _log_growth(variance, belief)
         else:
             step, growth = delta.hutchinson_growth(
                 function,
@@ -479,10 +477,10 @@ class BFTLayer(nn.Module):
 
     def _through_norm(self, module: nn.Module, belief: Belief) -> Belief:
         norm = self._norm(module, belief.mean)
-        variance = delta.normalised_variance(belief.variance, norm)
+        log = delta.normalised_precision(belief.log_precision, norm)
         if self.config.granularity == "token":
-            variance = variance.mean(-1, keepdim=True)
-        return Belief(norm.output.to(belief.mean.dtype), -variance.log())
+            log = -log_mean_exp(-log)
+        return Belief(norm.output.to(belief.mean.dtype), log)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout_p, self.training)
@@ -511,10 +509,7 @@ class BFTLayer(nn.Module):
             )
         log = wide(log)
         if self.config.granularity == "token" and last != 1:
-            log = -(
-                torch.logsumexp(-log, -1, keepdim=True)
-                - torch.log(log.new_tensor(float(last)))
-            )
+            log = -log_mean_exp(-log)
         elif self.config.granularity == "feature" and last == 1:
             log = log.expand(mean.shape)
         return Belief(mean, log)
@@ -537,12 +532,6 @@ class _AttentionParameters(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-
-
-def _log_growth(variance: Tensor, belief: Belief) -> Tensor:
-    """log of variance·λ: in logs, the product would overflow."""
-    tiny = torch.finfo(variance.dtype).tiny
-    return torch.log(variance + tiny) + belief.log_precision
 
 
 def _signs(shape: tuple[int, ...], seed: int, device=None) -> Tensor:

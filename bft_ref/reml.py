@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bft_ref import checks
-from bft_ref.belief import wide
+from bft_ref.belief import log_mean_exp, wide
 
 READINGS = ("prediction", "mean", "value")
 ESTIMATORS = ("sandwich", "pooled")
@@ -29,6 +29,26 @@ def reml_variance(dispersion: Tensor, n_eff: Tensor) -> Tensor:
     enough = n > 1
     estimate = n * d / torch.where(enough, n - 1, 1.0)
     return torch.where(enough, estimate, torch.inf)
+
+
+def neighbour_variance(
+    log_precision: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """c_j = mean_k 1/λ_jk, over ς_j² where values come through a norm.
+
+    Kept e⁸ away from the smallest and the largest number of its dtype (in
+    float32: e⁻⁷⁹ to e⁸⁰), so that what is made of c, and its gradient, stays
+    one.
+
+    Shapes: ``log_precision`` (..., T, d or 1), ``scale`` ς (..., T, 1) →
+    (..., T). Units: state², none behind a norm. Equation (5.12); ours.
+    """
+    log = log_mean_exp(-wide(log_precision))
+    if scale is not None:
+        log = log - 2 * wide(scale).log()
+    info = torch.finfo(log.dtype)
+    lowest, highest = math.log(info.tiny) + 8, math.log(info.max) - 8
+    return log.clamp(lowest, highest).exp().squeeze(-1)
 
 
 def posterior_scale(

@@ -144,12 +144,14 @@ def grid() -> list[tuple[str, list[str]]]:
         confirm(data, 1)
     for data, seed in product(sets, SEEDS):
         confirm(data, seed, arms=("plain", "bft"))
+    development("lastfm", FIRST)
+    for seed in SEEDS:
+        confirm("instruments", seed, "hstu", backbones["hstu"])
     for seed, data in product(SEEDS, sets):
         confirm(data, seed)
     for seed, data in product(SEEDS, ("lastfm", "instruments", "sports")):
         for model, arms in backbones.items():
             confirm(data, seed, model, arms)
-    development("lastfm", FIRST)
     development("beauty", len(TRIALS))
     development("lastfm", len(TRIALS))
     return list(dict(runs).items())

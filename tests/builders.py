@@ -8,6 +8,14 @@ import torch
 from bft_ref import Belief, BFTConfig, BFTEncoder, BFTLayer
 
 D_MODEL, HEADS, WIDTH = 8, 2, 12
+#: Sizes of states and log precisions: at both ends of float32, short of
+#: h²λ > 1e38, where the derivative of log D itself is no number of it.
+ENDS = [
+    (size, log)
+    for size in [0.0, 1e-20, 1e-6, 1.0, 1e4]
+    for log in [-80.0, -70.0, 60.0, 80.0]
+    if size < 2 or log < 60
+]
 
 
 def label(value):

@@ -460,6 +460,27 @@ def test_normalised_variance_stays_where_its_diagonal_vanishes():
     assert (found[0, 1:] > 1e-6).all()
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("size", [-600.0, 0.0, 600.0])
+def test_normalised_precision_is_the_variance_at_any_size(norm, size):
+    _, normed = Net(norm=norm).evaluated()
+    v = torch.linspace(0.1, 4, 18, dtype=torch.float64).view(3, 6)
+    found = delta.normalised_precision(size - v.log(), normed)
+    expected = -delta.normalised_variance(v, normed).log() + size
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("size", [-600.0, 0.0, 600.0])
+def test_row_growth_is_the_row_variance_times_precision_at_any_size(size):
+    net = Net("swiglu", "layernorm", d=4)
+    ffn, normed = net.evaluated()
+    log = torch.linspace(-2, 2, 12, dtype=torch.float64).view(3, 4)
+    probe = torch.tensor([1.0, -1.0, -1.0, 1.0]).double().expand(3, 4)
+    row = (probe, lambda x: delta.jacobian_product(ffn, x, normed))
+    expected = (delta.row_variance(log, *row) * log.exp()).log()
+    torch.testing.assert_close(delta.row_growth(log + size, *row), expected)
+
+
 def test_gradcheck_of_normalised_variance():
     x = torch.linspace(-1, 2, 8, dtype=torch.float64).view(2, 4).sin()
     v = torch.linspace(0.4, 3, 8, dtype=torch.float64).view(2, 4)

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bft_ref import Belief
 from tests.builders import (
+    ENDS,
     label,
     left_padding,
     make_belief,
@@ -69,6 +70,25 @@ def test_precision_from_1e_minus_30_to_1e30_in_float32(config, exponent):
     belief = make_belief(dtype=torch.float32)
     log = torch.full_like(belief.log_precision, exponent * math.log(10))
     run(model, Belief(belief.mean, log))
+
+
+@pytest.mark.parametrize("size,log", ENDS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("config", [CONFIGS[i] for i in [0, 4, 5, 7]])
+def test_a_belief_at_the_ends_of_float32(config, granularity, size, log):
+    """Also where a token is hidden, whose norm has nothing but ε below it."""
+    if "variance_rule" in config:
+        granularity = "feature"
+    config = {**config, "granularity": granularity}
+    for first, features in [(True, 1), (False, 8)]:
+        config["norm_first"] = first
+        model = make_encoder(2, dtype=torch.float32, **config)
+        belief = make_belief(
+            1, 3, features=features, dtype=torch.float32, spread=2.0
+        )
+        belief = Belief(size * belief.mean, belief.log_precision + log)
+        for mask in [None, left_padding(1, 3, [2]), left_padding(1, 3, [0])]:
+            run(model, belief, None, mask)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
@@ -231,6 +251,21 @@ def test_length_8192_with_gradients_and_padding(granularity):
     lengths=st.lists(st.integers(0, 7), min_size=3, max_size=3),
     options=st.sampled_from(CONFIGS[4:]),
     seed=st.integers(0, 1000),
+)
+@example(
+    batch=1,
+    tokens=1,
+    dtype=torch.float32,
+    first=False,
+    granularity="feature",
+    features=8,
+    causal=False,
+    size=1e-6,
+    center=-60.0,
+    spread=7.0,
+    lengths=[0, 0, 0],
+    options=CONFIGS[4],
+    seed=0,
 )
 def test_any_belief_mask_and_dtype_stays_sane(
     batch,

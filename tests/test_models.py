@@ -15,6 +15,7 @@ from bft_ref.models import GATES, Gate, InitialPrecision, ModelConfig, build
 from bft_ref.models.base import as_batch
 from bft_ref.models.hstu import HSTULayer
 from bft_ref.models.sasrec import Block
+from tests.builders import ENDS
 
 SMALL = {"n_items": 30, "d": 16, "ffn": 24, "heads": 2, "length": 8}
 MODELS = ("sasrec", "bert4rec", "hstu")
@@ -144,6 +145,29 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
     inside = ITEMS > 0
     found = model(ITEMS, times)
     torch.testing.assert_close(found[inside], expected[inside])
+
+
+@pytest.mark.parametrize("size,log", ENDS)
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+def test_hstu_at_the_ends_of_float32(granularity, size, log):
+    torch.manual_seed(0)
+    bft = BFTConfig(granularity=granularity)
+    layer = HSTULayer(ModelConfig(**SMALL | {"model": "hstu", "bft": bft}))
+    features = layer.config.d if granularity == "feature" else 1
+    for weight in [0.02, 1e-15, 0.4]:
+        with torch.no_grad():
+            layer.uvqk.weight.copy_(weight * torch.randn(64, 16))
+        h = size * torch.randn(2, 4, 16)
+        leaves = [h, log + 2 * torch.randn(2, 4, features)]
+        leaves = [x.requires_grad_() for x in leaves]
+        out, trace = layer(Belief(*leaves), torch.randn(1, 1, 4, 4), True)
+        assert out.mean.isfinite().all()
+        assert out.log_precision.isfinite().all()
+        assert ((trace.gain >= 0) & (trace.gain <= 1)).all()
+        loss = out.mean.square().mean() + out.log_precision.mean()
+        loss.backward()
+        for x in [*leaves, *layer.parameters()]:
+            assert x.grad.isfinite().all()
 
 
 def test_hstu_variance_is_the_loop_over_weights():

@@ -153,6 +153,28 @@ def test_observation_variance_is_never_zero():
         assert (v > 0).all()
 
 
+def test_neighbour_variance_is_the_mean_variance_over_the_norms():
+    log = torch.tensor([[0.0, 0.5], [2.0, -3.0]], dtype=torch.float64)
+    scale = torch.tensor([[0.5], [2.0]], dtype=torch.float64)
+    expected = (-log).exp().mean(1)
+    torch.testing.assert_close(reml.neighbour_variance(log), expected)
+    torch.testing.assert_close(
+        reml.neighbour_variance(log, scale), expected / scale[:, 0] ** 2
+    )
+    torch.testing.assert_close(
+        reml.neighbour_variance(log[:, :1]), (-log[:, 0]).exp()
+    )
+
+
+@pytest.mark.parametrize("log", [-1e4, -88.0, 88.0, 1e4])
+def test_neighbour_variance_stays_a_number_of_float32(log):
+    precision = torch.full((1, 3), log, requires_grad=True)
+    c = reml.neighbour_variance(precision, torch.full((1, 1), 3e-3))
+    assert 1e-35 < c.item() < 1e36
+    c.log().backward()
+    assert precision.grad.isfinite().all()
+
+
 def test_readings_and_dof_are_checked():
     one = torch.tensor(1.0)
     with pytest.raises(ValueError, match=r"^reading: .*'median'"):

@@ -66,10 +66,10 @@ class HSTULayer(nn.Module):
         e = self.out(F.dropout(u * normed.z, c.dropout, self.training))
         if c.bft is None:
             return h + e
-        variance, informative = self._variance(
+        log_observed, informative = self._log_precision(
             weights, v, inner, x, belief, normed, u
         )
-        log_observed = torch.where(informative, -variance.log(), -torch.inf)
+        log_observed = torch.where(informative, log_observed, -torch.inf)
         updated, gain = self.update(belief, Observation(e, log_observed))
         log_q = wide(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
@@ -94,8 +94,8 @@ class HSTULayer(nn.Module):
         """The residual connection as a Kalman update, and its gain."""
         return update(belief, seen.innovation, seen.log_precision)
 
-    def _variance(self, weights, v, inner, x, belief, normed, u):
-        """Var e, (B, T, d or 1), and whether a token saw anything."""
+    def _log_precision(self, weights, v, inner, x, belief, normed, u):
+        """−log Var e, (B, T, d or 1), and whether a token saw anything."""
         c = self.config
         d = c.d
         g = wide(self.uvqk.weight[d : 2 * d]).square().sum(1)
@@ -103,8 +103,8 @@ class HSTULayer(nn.Module):
         slope = delta.value_and_slope(F.silu, before)[1].square()
         own = g * wide(slope)
         if c.bft.prior_scale == "neighbours":
-            spread = belief.variance.mean(-1, keepdim=True)
-            own = own * spread / x.scale.square()
+            spread = reml.neighbour_variance(belief.log_precision, x.scale)
+            own = own * spread.unsqueeze(-1)
         own = own.unflatten(-1, (c.heads, -1)).transpose(1, 2)
         squares = wide(weights).square()
         total = squares.sum(-1, keepdim=True)
@@ -114,14 +114,15 @@ class HSTULayer(nn.Module):
             weights, v, (share @ own).clamp(min=tiny), c.bft.prior_dof
         )
         variance = variance.transpose(1, 2).flatten(-2)
-        variance = delta.normalised_variance(variance, normed)
-        variance = variance * wide(u).square()
+        log_variance = -delta.normalised_precision(-variance.log(), normed)
+        peak = log_variance.detach().amax(-1, keepdim=True)
+        variance = (log_variance - peak).exp() * wide(u).square()
         if c.bft.project:
             variance = variance @ wide(self.out.weight).square().mT
         if c.bft.granularity == "token":
             variance = variance.mean(-1, keepdim=True)
         saw = informative.squeeze(-1).all(1).unsqueeze(-1)
-        return variance.clamp(min=tiny), saw
+        return -(variance.clamp(min=tiny).log() + peak), saw
 
 
 class HSTU(Recommender):
