@@ -147,6 +147,7 @@ def provenance(runs: dict[str, Run]) -> pd.DataFrame:
     """What made each run: code, machine, time, memory, choice of epoch."""
     rows = {}
     for label, run in runs.items():
+        peak = peak_megabytes(run)
         rows[label] = {
             "commit": (run["code"]["commit"] or "")[:9],
             "torch": run["code"]["torch"],
@@ -154,7 +155,7 @@ def provenance(runs: dict[str, Run]) -> pd.DataFrame:
             "best epoch": run["best_epoch"],
             "epochs": run["epochs"],
             "CPU s/epoch": run["cpu_seconds_per_epoch"],
-            "peak MB": round(peak_megabytes(run), 0),
+            "peak MB": "–" if np.isnan(peak) else f"{peak:.0f}",
             "parameters": run["parameters"],
             "data sha256": run["data"]["sha256"][:12],
         }

@@ -176,10 +176,12 @@ def test_what_made_a_run(stored):
         "best epoch": 7,
         "epochs": 9,
         "CPU s/epoch": 2.5,
-        "peak MB": 123,
+        "peak MB": "123",
         "parameters": 1000,
         "data sha256": "0123456789ab",
     }
+    del run["training_peak_bytes"]
+    assert results.provenance({"": run}).loc["", "peak MB"] == "–"
 
 
 def test_results_come_with_the_package(tmp_path, monkeypatch):
