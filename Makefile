@@ -10,21 +10,25 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= agg
 
-.PHONY: help book serve archive test notebooks set-repo mutants test-colab
-.PHONY: links clean
+.PHONY: help install book serve archive test notebooks set-repo mutants
+.PHONY: test-colab links clean
 
 help:
 	@echo "make book       build the book into _build/html"
 	@echo "make serve      build it and serve it on port $(PORT)"
 	@echo "make archive    zip the built book, to be read from a folder"
 	@echo "make test       run every check"
-	@echo "make notebooks  execute the notebooks again and store them"
+	@echo "make install    make .venv with all that notebooks and checks need"
+	@echo "make notebooks [ONLY=06]"
+	@echo "                execute the notebooks, or one, again and store them"
 	@echo "make set-repo [REPO=owner/name] [BRANCH=main] [REF=main]"
 	@echo "                carry the address to badges and install cells"
 	@echo "make mutants    inject the classic slips; print who caught them"
 	@echo "make test-colab prove that an install changes nothing on Colab"
 	@echo "make links      check the external links (needs the network)"
 	@echo "make clean      remove everything built, the environment too"
+	@echo "PYTHON=python3.12 and PORT=8001 may be added; TORCH_INDEX= takes"
+	@echo "PyTorch with CUDA instead of the build for CPUs"
 
 book: $(VENV)/build.stamp
 	@$(BIN)/python book/site/build.py
@@ -37,13 +41,15 @@ serve: book
 archive: book
 	@$(BIN)/python book/site/build.py --archive
 
+install: $(VENV)/test.stamp
+
 test: $(VENV)/test.stamp
 	@$(BIN)/python tests/run.py
 
 notebooks: $(VENV)/test.stamp
 	@$(BIN)/python book/site/repo.py
 	@BFT_FACTS=record $(BIN)/python -m bft_ref.book.execute \
-	  $(sort $(wildcard notebooks/[0-9]*.ipynb))
+	  $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb))
 
 set-repo: $(VENV)/build.stamp
 	@$(BIN)/python book/site/repo.py $(if $(REPO),--set "$(REPO)") \

@@ -41,7 +41,8 @@ class Belief(NamedTuple):
     ) -> "Belief":
         """A checked belief from exactly one of precision, variance, log.
 
-        Shapes: ``mean`` (..., d); the other must broadcast with it.
+        Shapes: ``mean`` (..., d); the other must broadcast with it: (..., d),
+        (..., 1) for one per token, (d,) for one per feature, or a number.
         Raises: TypeError unless exactly one is given; ValueError if a
         precision or variance is not positive and finite, or a value is NaN.
         """

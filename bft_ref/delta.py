@@ -250,7 +250,7 @@ def feed_forward_jacobian(
     """The output, and :func:`jacobian_diag` or (``token``) the trace.
 
     Shapes: ``x`` (..., d), weights as :func:`feed_forward` → (..., d), and
-    (..., d) or (..., 1). On a CPU, for the activations in ``BENDS``, one pass
+    (..., d) or (..., 1). On a CPU, for ReLU, GELU, SiLU and tanh, one pass
     that keeps nothing but W₁x + b₁.
     """
     exact = exact and norm is not None

@@ -23,13 +23,12 @@ class BFTEncoder(nn.Module):
     :class:`bft_ref.initial.ItemPrecision`, an MLP, or known measurement
     errors).
 
-    Arguments: ``layer``, copied ``num_layers`` times with fresh random
-    weights kept as they are in the copies, as PyTorch does; ``norm``, a final
-    module on the mean; ``initial_precision`` τ > 0 in 1/state²;
-    ``checkpointing`` recomputes each layer in the backward pass.
-    The last layer's Q reaches the output
-    precision only: a loss on the mean alone gives it no gradient, so DDP
-    needs ``find_unused_parameters=True``.
+    Arguments: ``layer``, deep-copied ``num_layers`` times, so that all start
+    from the same weights, as in PyTorch; ``norm``, a final module on the mean;
+    ``initial_precision`` τ > 0 in 1/state²; ``checkpointing`` recomputes each
+    layer in the backward pass. The last layer's Q reaches the output precision
+    only: a loss on the mean alone gives it no gradient, so DDP needs
+    ``find_unused_parameters=True``.
     Equation (9.5).
     """
 

@@ -33,7 +33,8 @@ class BFTConfig:
     variance_rule: ``diagonal`` (the paper's) or ``row`` (one-probe estimate
         of the exact first-order variance, feature granularity only).
     process_noise: initial Q > 0, in state².
-    implementation: of attention; ``auto`` chooses by device and size.
+    implementation: of attention: ``materialised`` (forms the T×T weights),
+        ``blocked``, ``flex`` (CUDA), or ``auto``, which chooses.
     n_eff_gradient: False drops the gradient through n_eff, which is cheaper.
     """
 
@@ -99,9 +100,10 @@ class LayerTrace(NamedTuple):
 class BFTLayer(nn.Module):
     """One Transformer layer read as a Bayesian filter.
 
-    Arguments, parameter names and default behaviour are those of
-    ``torch.nn.TransformerEncoderLayer``, whose state dict it loads; only
-    ``batch_first`` is True by default. In addition:
+    Arguments and parameter names are those of
+    ``torch.nn.TransformerEncoderLayer``, whose state dict it loads, with three
+    differences: it maps a Belief to a Belief, ``batch_first`` is True by
+    default, and ``is_causal=True`` masks by itself. In addition:
 
     config: :class:`BFTConfig`. num_kv_heads: fewer key/value heads than
     heads (grouped queries). rotary_base: base of rotary positions, None for

@@ -29,7 +29,9 @@ class ModelConfig:
     :class:`bft_ref.models.precision.InitialPrecision`.
     ``length`` is the number of last items seen; ``residual`` is ``pre``
     (pre-LN) or ``original`` (SASRec's own: Q normed, K and V not, and the
-    normed input carried on). Sizes: ``d`` the state, ``ffn`` its hidden layer.
+    normed input carried on). Sizes: ``d`` the state, ``ffn`` its hidden layer
+    (HSTU has none). An option that the model does not read is refused unless
+    it is a size or stands at its default.
     """
 
     n_items: int
@@ -102,6 +104,12 @@ class ModelConfig:
         if self.bft is None and not self.tau_bias:
             for name in ("tau", "tau_power", "tau_start"):
                 unread[name] = "a plain model without tau_bias"
+        elif self.tau not in ("frequency", "shuffled"):
+            unread["tau_power"] = f"tau {self.tau!r}"
+        if self.model == "hstu":
+            unread["activation"] = "HSTU, which has no feed-forward network,"
+        else:
+            unread["temperature"] = self.model
         checks.unread(self, unread)
         if self.model == "hstu" and self.bft is not None:
             known = {f.name for f in fields(BFTConfig)}

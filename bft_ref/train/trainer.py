@@ -247,6 +247,12 @@ def _refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig):
     unread = {}
     if model.model != "bert4rec":
         unread["mask_rate"] = unread["last_rate"] = model.model
+    for name, readers in {
+        "correct": ("sampled",),
+        "calibration": ("gbce",),
+    }.items():
+        if config.loss not in readers:
+            unread[name] = f"loss {config.loss!r}"
     checks.unread(config, unread)
 
 

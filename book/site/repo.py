@@ -99,6 +99,7 @@ def moved(text: str, old: Address, new: Address) -> str:
     for before, after in [
         (f"github.com/{old.slug}", f"github.com/{new.slug}"),
         (old.site, new.site),
+        (f"cd {old.slug.split('/')[1]}", f"cd {new.slug.split('/')[1]}"),
     ]:
         text = re.sub(rf"{re.escape(before)}(?![\w-])", after, text)
     return text
@@ -121,7 +122,8 @@ def with_address(path: Path, here: Address) -> str:
     else:
         heading, _, rest = title.source.partition("\n")
         title.source = f"{heading}\n\n{badge}\n{rest}".rstrip("\n")
-    if "install" not in book.cells[1].metadata.get("tags", []):
+    second = book.cells[1].metadata if len(book.cells) > 1 else {}
+    if "install" not in second.get("tags", []):
         cell = nbformat.v4.new_code_cell(metadata={"tags": ["install"]})
         cell.id = "install"
         book.cells.insert(1, cell)

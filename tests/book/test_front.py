@@ -114,6 +114,20 @@ def test_every_notation_is_a_name_of_the_notation_table(root: Path):
         assert f"`{name}`" in table
 
 
+def test_prerequisites_have_the_minutes_of_each_chapter(root: Path):
+    rows = re.findall(
+        r"(?m)^\| (\d+) \| (.*?) \|.*\| (\d+) \|$",
+        (root / "book" / "prerequisites.md").read_text("utf8"),
+    )
+    chapters = sorted((root / "notebooks").glob("[0-9]*.ipynb"))
+    assert len(rows) == len(chapters)
+    for (number, _, minutes), path in zip(rows, chapters, strict=True):
+        assert int(number) == int(path.name[:2])
+        heading = r"### Exercise [\d.]+ \((\d+) minutes"
+        found = re.findall(heading, path.read_text("utf8"))
+        assert int(minutes) == sum(map(int, found)), number
+
+
 def test_every_reference_has_a_doi_or_is_a_book(root: Path):
     text = (root / "book" / "references.bib").read_text("utf8")
     entries = re.split(r"(?m)^@", text)[1:]

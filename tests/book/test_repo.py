@@ -74,6 +74,7 @@ def test_a_fork_takes_everything_along(repo, copy: Path):
         assert old.site not in text, path
     assert "github.com/Ann/fork.x" in (copy / "README.md").read_text("utf8")
     assert "https://ann.github.io/fork.x" in (copy / "README.md").read_text()
+    assert "cd fork.x\n" in (copy / "CONTRIBUTING.md").read_text("utf8")
     config = yaml.safe_load((copy / "_config.yml").read_text("utf8"))
     assert config["repository"] == {
         "url": "https://github.com/Ann/fork.x",
@@ -121,6 +122,17 @@ def test_what_is_stale_is_named(copy: Path, name, before, after):
     assert "make set-repo" in said.stdout
 
 
+def test_a_chapter_begun_with_its_title_gets_the_rest(copy: Path):
+    path = copy / "notebooks" / "10-new.ipynb"
+    title = nbformat.v4.new_markdown_cell("# 10 New")
+    nbformat.write(nbformat.v4.new_notebook(cells=[title]), path)
+    done = set_repo(copy)
+    assert done.returncode == 0, done.stderr
+    first, second = nbformat.read(path, as_version=4).cells
+    assert first.source.startswith("# 10 New\n\n[![Open in Colab]")
+    assert second.metadata.tags == ["install"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -159,7 +171,16 @@ def test_workflows_are_valid_and_publish_the_fork(root: Path):
             assert all("run" in s or "uses" in s for s in job["steps"])
     text = (folder / "publish.yml").read_text("utf8")
     assert 'REPO="$GITHUB_REPOSITORY"' in text
-    assert 'REF="$GITHUB_SHA"' in text
+    assert 'REF="$COMMIT"' in text
+    assert "if: >-" in text and "conclusion == 'success'" in text
+    assert flows["publish"][True] == {  # YAML reads "on" as true
+        "workflow_run": {
+            "workflows": [flows["test"]["name"]],
+            "types": ["completed"],
+            "branches": ["main"],
+        },
+        "workflow_dispatch": None,
+    }
     assert "bft-book/" not in text
 
 
