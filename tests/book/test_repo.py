@@ -74,7 +74,8 @@ def test_a_fork_takes_everything_along(repo, copy: Path):
         assert old.site not in text, path
     assert "github.com/Ann/fork.x" in (copy / "README.md").read_text("utf8")
     assert "https://ann.github.io/fork.x" in (copy / "README.md").read_text()
-    assert "cd fork.x\n" in (copy / "CONTRIBUTING.md").read_text("utf8")
+    how_to = (copy / "book" / "how-to.md").read_text("utf8")
+    assert "cd fork.x\n" in how_to
     config = yaml.safe_load((copy / "_config.yml").read_text("utf8"))
     assert config["repository"] == {
         "url": "https://github.com/Ann/fork.x",
