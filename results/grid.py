@@ -46,6 +46,8 @@ TRIALS = {
     "vector": "--gate vector",
     "bft-value-tau-shuffled": f"{VALUE} --tau shuffled",
     "tau-bias": "--tau-bias",
+    "init-0.02": "--embedding-std 0.02",
+    "bft-init-0.02": f"{FILTER} --embedding-std 0.02",
     "qiu-element": "--gate qiu-element",
     "bft-tau-shuffled": f"{FILTER} --tau shuffled",
     "scalar": "--gate scalar",
@@ -144,10 +146,20 @@ def grid() -> list[tuple[str, list[str]]]:
         confirm(data, 1)
     for data, seed in product(sets, SEEDS):
         confirm(data, seed, arms=("plain", "bft"))
+    # Asked afterwards, as above: is another start of the vectors worth as
+    # much as the filter, and does the filter add to it? On LastFM: does it,
+    # or the whole softmax, bring the baseline to the published figure?
+    starts = ("init-0.02", "bft-init-0.02")
+    for name in starts:
+        train("beauty", name, 0, TRIALS[name])
+    for data, name in product(("toys", "instruments"), starts):
+        train(data, name, 1, f"{TRIALS[name]} --final")
+    train("lastfm", "plain", 0)
+    train("lastfm", "init-0.02", 0, TRIALS["init-0.02"])
+    train("lastfm", "full-softmax", 0, "--loss full")
     development("lastfm", FIRST)
     for seed in SEEDS:
         confirm("instruments", seed, "hstu", backbones["hstu"])
-    # Asked afterwards, as above.
     for seed, data in product(SEEDS, ("instruments", "toys")):
         train(data, "tau-bias", seed, f"{TRIALS['tau-bias']} --final")
     train("toys", "vector", 1, f"{TRIALS['vector']} --final")

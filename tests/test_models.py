@@ -480,6 +480,14 @@ def test_initial_precision_sources():
         InitialPrecision("none", **given)
 
 
+@pytest.mark.parametrize("given, std", [(None, 16**-0.5), (0.02, 0.02)])
+def test_vectors_start_with_the_spread_asked_for(given, std):
+    torch.manual_seed(0)
+    net = build(ModelConfig(**SMALL | {"n_items": 2000}, embedding_std=given))
+    assert net.items.weight[1:].std().item() == pytest.approx(std, rel=0.02)
+    assert net.positions.weight.std().item() == pytest.approx(std, rel=0.2)
+
+
 def test_precision_learns_at_its_own_rate():
     net = small(bft=FILTER)
     weights, precision = net.parameter_groups(1e-3, 1e-2)
@@ -494,6 +502,7 @@ def test_precision_learns_at_its_own_rate():
     "given, said",
     [
         ({"d": 15}, "heads"),
+        ({"embedding_std": 0.0}, "embedding_std: expected a number in"),
         ({"dropout": 1.0}, "dropout"),
         ({"layers": 0}, "layers"),
         ({"model": "gru"}, "model"),

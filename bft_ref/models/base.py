@@ -27,6 +27,8 @@ class ModelConfig:
     ``tau``, ``tau_power`` and ``tau_start`` say where a filter's (or that
     bias') initial precision comes from: see
     :class:`bft_ref.models.precision.InitialPrecision`.
+    ``embedding_std`` is the standard deviation of the first vectors of items
+    and positions; None is d^−½, which makes a state of unit variance.
     ``length`` is the number of last items seen; ``residual`` is ``pre``
     (pre-LN) or ``original`` (SASRec's own: Q normed, K and V not, and the
     normed input carried on). Sizes: ``d`` the state, ``ffn`` its hidden layer
@@ -42,6 +44,7 @@ class ModelConfig:
     ffn: int = 256
     length: int = 20
     dropout: float = 0.5
+    embedding_std: float | None = None
     activation: str = "gelu"
     residual: str = "pre"
     gate: str = "none"
@@ -75,6 +78,8 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected [0, 1), got {self.dropout!r}")
+        if self.embedding_std is not None:
+            checks.number("embedding_std", self.embedding_std, 0.0)
         plain_only = [
             name
             for name, given in [
@@ -151,8 +156,9 @@ class Recommender(nn.Module):
         rows = c.n_items + 1 + self.special
         self.items = nn.Embedding(rows, c.d, padding_idx=0)
         self.positions = nn.Embedding(c.length, c.d)
-        nn.init.normal_(self.items.weight, std=c.d**-0.5)
-        nn.init.normal_(self.positions.weight, std=c.d**-0.5)
+        std = c.d**-0.5 if c.embedding_std is None else c.embedding_std
+        nn.init.normal_(self.items.weight, std=std)
+        nn.init.normal_(self.positions.weight, std=std)
         with torch.no_grad():
             self.items.weight[0].zero_()
         self.tau = None

@@ -160,6 +160,13 @@ def main(
     dropout: Annotated[
         float, typer.Option(help="Dropout rate.", rich_help_panel=MODEL)
     ] = 0.5,
+    embedding_std: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard deviation of the first vectors (default: d^-1/2).",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     residual: Annotated[
         Residual,
         typer.Option(
@@ -390,6 +397,7 @@ def main(
                 ffn=ffn,
                 length=length,
                 dropout=dropout,
+                embedding_std=embedding_std,
                 residual=residual,
                 gate=gate,
                 gate_value=numbers(gate_value),
