@@ -50,19 +50,14 @@ def attend(
     Raises: ValueError where the way asked for cannot do what is asked.
     Equations (10.1), (10.3), (10.4).
     """
-    check_attention(query, key, value, log_token_precision)
-    if neighbour_variance is not None:
-        checks.shape(
-            "neighbour_variance",
-            neighbour_variance,
-            [query.shape[0], key.shape[-2]],
-        )
-    if feature_weights is not None:
-        checks.shape(
-            "feature_weights",
-            feature_weights,
-            [query.shape[1], value.shape[-1]],
-        )
+    check_attention(
+        query,
+        key,
+        value,
+        log_token_precision,
+        neighbour_variance,
+        feature_weights,
+    )
     checks.choice("implementation", implementation, ("auto", *IMPLEMENTATIONS))
     padding = _key_bias(key_padding_mask, key)
     needs_weights = [

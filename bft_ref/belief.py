@@ -67,6 +67,8 @@ class Belief(NamedTuple):
         checks.broadcastable(name, x, "mean", mean)
         if x.dim() < mean.dim():
             x = x.expand(mean.shape)
+        else:
+            x = x.expand((*mean.shape[:-1], *x.shape[-1:]))
         if name == "log_precision":
             return cls(mean, checks.finite(name, x))
         log = checks.positive(name, x).log()
@@ -96,7 +98,8 @@ def fuse(a: Belief, b: Belief) -> Belief:
     Precisions add, means are averaged by precision: Bayes' rule for a
     Gaussian prior and a Gaussian likelihood.
 
-    Shapes: those of ``a`` and ``b`` broadcast. Equations (2.1), (2.2).
+    Shapes: those of ``a`` and ``b`` broadcast; where both know nothing (log:
+    -inf), so does the result's mean: it is NaN. Equations (2.1), (2.2).
     """
     log_precision = torch.logaddexp(a.log_precision, b.log_precision)
     gain = torch.sigmoid(b.log_precision - a.log_precision)

@@ -13,7 +13,8 @@ def gain(log_precision: Tensor, log_observation_precision: Tensor) -> Tensor:
     """Kalman gain K = λ_obs/(λ + λ_obs) = sigmoid(log λ_obs − log λ).
 
     Shapes: broadcast. K has no unit; it lies in (0, 1) in exact arithmetic
-    and in [0, 1] in floating point; λ_obs = 0 (log: -inf) gives K = 0.
+    and in [0, 1] in floating point; λ_obs = 0 (log: -inf) gives K = 0. One of
+    the two must be finite: a gain between nothing and nothing is NaN.
 
     Equations (2.5), (6.3); the update of the paper.
     """

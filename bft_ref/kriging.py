@@ -34,7 +34,7 @@ def _kriging_input(
     point_variance: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Cholesky factor of the checked covariance, and c₀ as a tensor."""
-    values = checks.finite("values", values)
+    checks.finite("values", values)
     checks.shape("values", values, ["n"])
     n = len(values)
     if n == 0:
@@ -57,6 +57,8 @@ def _kriging_input(
         point_variance, dtype=values.dtype, device=values.device
     )
     checks.not_negative("point_variance", c0)
+    if c0.dim() > 0:
+        checks.shape("point_variance", c0, [len(cross_covariance)])
     factor, info = torch.linalg.cholesky_ex(covariance)
     if info.any():
         raise ValueError(
@@ -80,7 +82,8 @@ def simple_kriging(
 
     Shapes: ``covariance`` C (n, n) of the observed values;
     ``cross_covariance`` c (m, n) with the points asked for; ``values`` (n,);
-    ``point_variance`` c₀ = Var of the value predicted, scalar or (m,).
+    ``mean`` a scalar; ``point_variance`` c₀ = Var of the value predicted,
+    scalar or (m,).
     Units: values, and values² for covariances.
     Raises: TypeError for dtypes that differ; ValueError for wrong shapes,
     NaN, a negative variance, a covariance that is not symmetric and positive
@@ -89,6 +92,8 @@ def simple_kriging(
     factor, c0 = _kriging_input(
         covariance, cross_covariance, values, point_variance
     )
+    known = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
+    checks.shape("mean", checks.finite("mean", known), [])
     weights = torch.cholesky_solve(cross_covariance.mT, factor).mT
     prediction = mean + weights @ (values - mean)
     variance = c0 - (weights * cross_covariance).sum(-1)
@@ -251,7 +256,14 @@ def kriging_attention(
     Raises: TypeError and ValueError for dtypes and shapes that do not fit.
     Equations (3.15), (4.1), (4.2).
     """
-    check_attention(query, key, value, log_token_precision)
+    check_attention(
+        query,
+        key,
+        value,
+        log_token_precision,
+        neighbour_variance,
+        feature_weights,
+    )
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, 1)
     value = value.repeat_interleave(groups, 1)
@@ -276,9 +288,14 @@ def kriging_attention(
 
 
 def check_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_token_precision: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_token_precision: Tensor,
+    neighbour_variance: Tensor | None = None,
+    feature_weights: Tensor | None = None,
 ) -> None:
-    """Raise unless query, key, value and log λ̄ belong together."""
+    """Raise unless query, key, value and what goes with them fit."""
     for name, x in [("query", query), ("key", key), ("value", value)]:
         checks.floating(name, x)
         if x.dim() != 4:
@@ -297,4 +314,9 @@ def check_attention(
         )
     checks.floating("log_token_precision", log_token_precision)
     checks.shape("log_token_precision", log_token_precision, [batch, keys])
+    if neighbour_variance is not None:
+        checks.shape("neighbour_variance", neighbour_variance, [batch, keys])
+    if feature_weights is not None:
+        width = value.shape[-1]
+        checks.shape("feature_weights", feature_weights, [heads, width])
     checks.finite("log_token_precision", log_token_precision)

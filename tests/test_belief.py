@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bft_ref import BFTLayer
 from bft_ref.belief import Belief, discount, fuse, wide
 
 steady = settings(deadline=None, derandomize=True)  # one run is like any
@@ -155,6 +156,18 @@ def test_precision_is_never_half(dtype):
     assert belief.log_precision.dtype == torch.float32
     assert wide(x).dtype == torch.float32
     assert wide(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "given_, kept",
+    [((), (2, 5, 8)), ((8,), (2, 5, 8)), ((1, 1, 8), (2, 5, 8)),
+     ((1, 5, 1), (2, 5, 1)), ((2, 5, 1), (2, 5, 1))],
+)  # fmt: skip
+def test_a_precision_takes_the_shape_of_the_tokens(given_, kept):
+    belief = Belief.of(torch.ones(2, 5, 8), precision=torch.full(given_, 2.5))
+    assert belief.log_precision.shape == kept
+    layer = BFTLayer(8, 2, 8)
+    assert layer(belief).mean.shape == (2, 5, 8)
 
 
 def test_log_token_precision_is_the_arithmetic_mean():

@@ -200,6 +200,13 @@ def test_checkpointing_gives_identical_outputs_and_gradients(config):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def test_a_cache_is_refused_while_checkpointing_recomputes():
+    model = make_encoder(checkpointing=True).train()
+    with pytest.raises(ValueError, match="caches: expected None while check"):
+        model(make_belief(), is_causal=True, caches=model.make_caches())
+    model.eval()(make_belief(), is_causal=True, caches=model.make_caches())
+
+
 def test_checkpointing_saves_less():
     saved = []
     for checkpointing in [False, True]:

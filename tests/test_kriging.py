@@ -18,6 +18,7 @@ from bft_ref import (
     ordinary_kriging,
     simple_kriging,
 )
+from bft_ref.attention import attend
 from bft_ref.book.data import co2
 from bft_ref.kriging import dispersion, effective_sample_size
 from tests.oracles import loops
@@ -184,6 +185,8 @@ def test_kriging_differentiates():
         ({"cross_covariance": torch.ones(3)}, ValueError, "cross_cov"),
         ({"cross_covariance": torch.ones(2, 4)}, ValueError, "cross_cov"),
         ({"point_variance": -0.1}, ValueError, "point_variance"),
+        ({"point_variance": torch.ones(2, 1)}, ValueError, "point_variance"),
+        ({"point_variance": torch.ones(3)}, ValueError, "point_variance"),
     ],
 )
 def test_kriging_names_what_is_wrong(change, error, names):
@@ -198,6 +201,41 @@ def test_kriging_names_what_is_wrong(change, error, names):
         ordinary_kriging(**given_ | change)
     with pytest.raises(error, match=f"^{names}"):
         simple_kriging(**given_ | change, mean=1.0)
+
+
+@pytest.mark.parametrize("mean", [torch.nan, torch.zeros(2)])
+def test_a_mean_that_is_no_number_is_named(mean):
+    with pytest.raises(ValueError, match="^mean: expected"):
+        simple_kriging(
+            2.5 * torch.eye(3),
+            torch.full((2, 3), 0.2),
+            torch.tensor([1.0, 2.0, 4.0]),
+            mean,
+            2.5,
+        )
+
+
+def test_each_point_may_have_its_own_variance():
+    C, c = 2.5 * torch.eye(3), torch.full((2, 3), 0.2)
+    v = torch.tensor([1.0, 2.0, 4.0])
+    both = torch.tensor([2.5, 7.0])
+    for krige in [
+        ordinary_kriging,
+        lambda *x: simple_kriging(*x[:3], 1, x[3]),
+    ]:
+        found = krige(C, c, v, both).variance
+        alone = [krige(C, c, v, one).variance[i] for i, one in enumerate(both)]
+        torch.testing.assert_close(found, torch.stack(alone))
+
+
+@pytest.mark.parametrize("way", [kriging_attention, attend])
+@pytest.mark.parametrize(
+    "name, shape",
+    [("neighbour_variance", (1, 5)), ("feature_weights", (1, 3))],
+)
+def test_what_goes_with_the_keys_has_their_shape(way, name, shape):
+    with pytest.raises(ValueError, match=f"^{name}: expected shape"):
+        way(*heads_of(), **{name: torch.ones(shape)})
 
 
 # ---------------------------------------------------- attention as kriging

@@ -179,7 +179,7 @@ def unmasked(array: object) -> np.ndarray:
 
 
 def digest(array: np.ndarray) -> np.ndarray:
-    """Five numbers that move when a point of ``array`` does.
+    """``DIGEST`` numbers that move when a point of ``array`` does.
 
     Its size, how many of it are not finite, its scale, and two sums of the
     scaled values with irregular weights.

@@ -113,6 +113,17 @@ def test_a_missing_curve_or_other_limits_are_noticed(shown, monkeypatch):
         figure(fig, "one", alt="6 kinds of marks.")
 
 
+def test_a_point_too_few_is_noticed_at_any_tolerance(shown, monkeypatch):
+    figure(draw(), "one", alt="6 kinds of marks.", tol=1.0)
+    monkeypatch.setenv("BFT_FACTS", "check")
+    chapter("02-small")
+    fig = draw()
+    line = fig.axes[0].lines[0]
+    line.set_data(*(x[:-1] for x in line.get_data()))
+    with pytest.raises(facts.FactError, match="figure:one"):
+        figure(fig, "one", alt="6 kinds of marks.", tol=1.0)
+
+
 @pytest.mark.parametrize(
     "alt",
     ["", "   ", "Some curves.", "figure1.png", "_images/3f2a41.png"],
