@@ -15,7 +15,7 @@ from bft_ref.models import GATES, Gate, InitialPrecision, ModelConfig, build
 from bft_ref.models.base import as_batch
 from bft_ref.models.hstu import HSTULayer
 from bft_ref.models.sasrec import Block
-from tests.builders import ENDS
+from tests.builders import ENDS, randomise
 
 SMALL = {"n_items": 30, "d": 16, "ffn": 24, "heads": 2, "length": 8}
 MODELS = ("sasrec", "bert4rec", "hstu")
@@ -170,13 +170,27 @@ def test_hstu_at_the_ends_of_float32(granularity, size, log):
             assert x.grad.isfinite().all()
 
 
-def test_hstu_variance_is_the_loop_over_weights():
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("prior_scale", ["neighbours", "unit"])
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+def test_hstu_variance_is_the_loop_over_weights(
+    granularity, prior_scale, project
+):
     torch.manual_seed(0)
-    config = ModelConfig(model="hstu", dropout=0.0, bft=FILTER, **SMALL)
+    bft = BFTConfig(
+        prior_dof=2.5,
+        granularity=granularity,
+        prior_scale=prior_scale,
+        project=project,
+    )
+    config = ModelConfig(model="hstu", dropout=0.0, bft=bft, **SMALL)
     layer = HSTULayer(config)
     nn.init.normal_(layer.uvqk.weight, std=0.4)
     tokens, d = 5, config.d
-    belief = Belief(2.5 * torch.randn(1, tokens, d), torch.randn(1, tokens, d))
+    features = d if granularity == "feature" else 1
+    belief = Belief(
+        2.5 * torch.randn(1, tokens, d), torch.randn(1, tokens, features)
+    )
     relative = torch.randn(1, 1, tokens, tokens)
     _, trace = layer(belief, relative, trace=True)
     h, precision = belief.mean[0], belief.precision[0]
@@ -203,23 +217,25 @@ def test_hstu_variance_is_the_loop_over_weights():
         )
         squares = a**2 / (a**2).sum()
         own = torch.stack(
-            [
-                slope[j, i] ** 2
-                * (w_v[i] ** 2).sum()
-                * (1 / precision[j]).mean()
-                / spread[j] ** 2
-                for j in range(t + 1)
-            ]
+            [slope[j, i] ** 2 * (w_v[i] ** 2).sum() for j in range(t + 1)]
         )
+        if prior_scale == "neighbours":
+            for j in range(t + 1):
+                own[j] *= (1 / precision[j]).mean() / spread[j] ** 2
         values = v[: t + 1, i]
         dispersion = squares @ values**2 - (squares @ values) ** 2
         n = (a**2).sum() ** 2 / (a**4).sum()
-        s2 = (squares @ own + n * dispersion) / n
+        torch.testing.assert_close(trace.n_eff[0, i // size, t], n)
+        s2 = (2.5 * squares @ own + n * dispersion) / (2.5 + n - 1)
         o[i], var_o[i] = a @ values, s2 * (a**2).sum()
     jacobian = torch.autograd.functional.jacobian(
         lambda y: F.layer_norm(y, (d,), eps=1e-6), o
     )
     expected = (jacobian**2) @ var_o * u[t] ** 2
+    if project:
+        expected = layer.out.weight**2 @ expected
+    if granularity == "token":
+        expected = expected.sum(0, keepdim=True) / d
     found = (-trace.log_observation_precision[0, t]).exp()
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
@@ -333,7 +349,8 @@ def test_gates_are_what_they_say():
                 h @ gate.attention.weight.T + gate.attention.bias
             )
             expected = w * e
-            assert not torch.equal(ffn, e)
+            w = torch.sigmoid(h @ gate.ffn.weight.T + gate.ffn.bias)
+            torch.testing.assert_close(ffn, w * e)
         else:
             assert torch.equal(ffn, e)
         torch.testing.assert_close(after, expected)
@@ -372,6 +389,64 @@ def test_a_gate_reaches_the_model(kind):
     for name, p in gated.named_parameters():
         if "gate." in name:
             assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+def attended_by_hand(block, query, source, visible):
+    """Heads' outputs (T, H, d_h), one token and head at a time."""
+    c = block.config
+    w_q, w_k, w_v = block.in_proj.weight.chunk(3)
+    b_q, b_k, b_v = block.in_proj.bias.chunk(3)
+    q = query @ w_q.T + b_q
+    k, v = source @ w_k.T + b_k, source @ w_v.T + b_v
+    size = c.d // c.heads
+    out = torch.zeros(len(query), c.heads, size)
+    for t in range(len(query)):
+        for head in range(c.heads):
+            s = slice(head * size, (head + 1) * size)
+            seen = [j for j in range(len(source)) if visible(t, j)]
+            logits = k[seen][:, s] @ q[t, s] / math.sqrt(size)
+            out[t, head] = logits.softmax(0) @ v[seen][:, s]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["ligr", "qiu-head", "qiu-element"])
+@pytest.mark.parametrize("norm", ["pre", "post", "original"])
+def test_a_gated_block_written_out(kind, norm):
+    torch.manual_seed(3)
+    config = ModelConfig(gate=kind, dropout=0.0, **SMALL)
+    causal = norm != "post"
+    block = randomise(Block(config, norm, causal)).eval()
+    h = 1.7 * torch.randn(6, 16)
+    gate = block.gate
+
+    def sigmoid(linear, x):
+        return 1 / (1 + torch.exp(-(x @ linear.weight.T + linear.bias)))
+
+    x = h if norm == "post" else block.norm1(h)
+    source = h if norm == "original" else x
+    carried = x if norm == "original" else h
+    heads = attended_by_hand(
+        block, x, source, lambda t, j: j <= t or not causal
+    )
+    if kind == "qiu-head":
+        heads = heads * sigmoid(gate.heads, x)[:, :, None]
+    elif kind == "qiu-element":
+        heads = heads * sigmoid(gate.heads, x).view(6, 2, 8)
+    branch = block.out_proj(heads.flatten(1))
+    if kind == "ligr":
+        branch = branch * sigmoid(gate.attention, carried)
+    after = carried + branch
+    if norm == "post":
+        after = block.norm1(after)
+    x = after if norm == "post" else block.norm2(after)
+    after = x if norm == "original" else after
+    ffn = block.linear2(F.gelu(block.linear1(x)))
+    if kind == "ligr":
+        ffn = ffn * sigmoid(gate.ffn, after)
+    expected = after + ffn
+    if norm == "post":
+        expected = block.norm2(expected)
+    torch.testing.assert_close(block(h[None])[0], expected)
 
 
 def test_the_mask_counts_among_the_places():
@@ -446,6 +521,37 @@ def test_tau_bias_moves_the_logits_alone(model):
     other = biased(ids([5, 7, 2]).where(ids([0, 1, 0]) == 0, 7))
     torch.testing.assert_close(seen, other)
     assert not torch.allclose(seen, plain(ids([5, 7, 2])))
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
+def test_tau_bias_adds_log_tau_of_the_key_to_the_logits(model):
+    net = small(model, tau_bias=True, layers=1)
+    log_tau = net.tau.learned.log_precision.weight
+    nn.init.normal_(log_tau, 0.4, 1.5)
+    block = net.encoder.layers[0]
+    for row in range(len(ITEMS)):
+        items = ITEMS[row, ITEMS[row] > 0][None]
+        tokens = items.shape[1]
+        h = net.embed(items, getattr(net, "first", None))
+        x = block.norm1(h) if model == "sasrec" else h
+        q, k, v = (
+            y.unflatten(-1, (2, 8)).transpose(1, 2)
+            for y in block.in_proj(x).chunk(3, -1)
+        )
+        bias = torch.full((tokens, tokens), -torch.inf)
+        for t in range(tokens):
+            for j in range(t + 1 if model == "sasrec" else tokens):
+                bias[t, j] = log_tau[items[0, j], 0]
+        e = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        after = h + block.out_proj(e.transpose(1, 2).flatten(-2))
+        if model == "sasrec":
+            x = block.norm2(after)
+        else:
+            x = after = block.norm1(after)
+        expected = after + block.linear2(F.gelu(block.linear1(x)))
+        last = net.final if model == "sasrec" else block.norm2
+        found = net(ITEMS)[row, :tokens]
+        torch.testing.assert_close(found, last(expected)[0])
 
 
 def test_initial_precision_sources():
@@ -523,6 +629,26 @@ def test_precision_learns_at_its_own_rate():
 def test_configuration_names_the_bad_argument(given, said):
     with pytest.raises(ValueError, match=said):
         ModelConfig(**(SMALL | given))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_places_count_back_from_each_sequences_end(model):
+    net = small(model)
+    found = net.embed(ids([4, 9], [5, 2, 9, 30, 4], [7]))
+    items, places = net.items.weight, net.positions.weight
+    for row, (pair, at) in {
+        0: ([4, 9], [6, 7]),
+        1: ([5, 2, 9, 30, 4], [3, 4, 5, 6, 7]),
+        2: ([7], [7]),
+    }.items():
+        expected = 16**0.5 * (items[pair] + places[at])
+        torch.testing.assert_close(found[row, : len(pair)], expected)
+
+
+def test_a_batch_keeps_the_last_ids_and_pads_on_the_right():
+    rows = [np.arange(1, 12), np.array([3, 5]), np.array([], dtype=int)]
+    found = as_batch(rows, 4)
+    assert found.tolist() == [[8, 9, 10, 11], [3, 5, 0, 0], [0, 0, 0, 0]]
 
 
 def test_bad_batches_are_named():

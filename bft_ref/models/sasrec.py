@@ -47,7 +47,7 @@ class Block(nn.Module):
             # K and V from the state as it is, and x, not h, carried on.
             h = x + self._attend(x, h, x, bias)
             x = self.norm2(h)
-            return x + self._feed_forward(x, h)
+            return x + self._feed_forward(x, x)
         h = h + self._attend(x, x, h, bias)
         return h + self._feed_forward(self.norm2(h), h)
 

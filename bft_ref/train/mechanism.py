@@ -88,9 +88,8 @@ def anatomy(
     met = np.flatnonzero(split.frequency[1:] > 0) + 1
     cuts, member = metrics.quartiles(split.frequency[met])
     found["item_frequency_cuts"] = cuts
-    found["tau"] = [
-        float(np.exp(log_tau[met[member == q]]).mean()) for q in range(4)
-    ]
+    tau = np.exp(log_tau[met])
+    found["tau"] = [_mean(tau[member == q]) for q in range(4)]
     return found
 
 

@@ -411,7 +411,7 @@ def test_the_norm_forgets_the_scale_of_the_weights():
         torch.testing.assert_close(through_c, through)
 
 
-def hstu_layer(length=12, eps=None):
+def hstu_layer(length=12):
     torch.manual_seed(18)
     config = ModelConfig(
         n_items=5,
@@ -471,8 +471,7 @@ def test_what_hstu_observes():
         through = J.square() @ var
         expected = W.square() @ (u[t] ** 2 * through)
         found = (-trace.log_observation_precision[0, t]).exp()
-        # the norm's formula leaves ε out of its derivative
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
 @equation(
@@ -489,7 +488,7 @@ def test_hstu_predicts_with_process_noise_alone():
     assert (trace.log_growth == 0).all()
 
 
-def test_padding_does_not_change_the_gain():
+def test_the_length_that_divides_the_weights_leaves_the_gain():
     gains = []
     for length in [12, 24]:
         layer, belief, relative = hstu_layer()
@@ -497,4 +496,4 @@ def test_padding_does_not_change_the_gain():
             layer.uvqk.weight.mul_(3)  # makes the norm's ε small
         layer.config = dataclasses.replace(layer.config, length=length)
         gains.append(layer(belief, relative, True)[1].gain)
-    torch.testing.assert_close(*gains, rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(*gains, rtol=1e-6, atol=0)
