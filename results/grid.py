@@ -155,10 +155,10 @@ def grid() -> list[tuple[str, list[str]]]:
         train("toys", name, 1, f"{TRIALS[name]} --final")
     train("lastfm", "plain", 0)
     train("lastfm", "init-0.02", 0, TRIALS["init-0.02"])
+    train("lastfm", "full-softmax", 0, "--loss full")
     development("lastfm", FIRST)
     for name in starts:
         train("instruments", name, 1, f"{TRIALS[name]} --final")
-    train("lastfm", "full-softmax", 0, "--loss full")
     for seed in SEEDS:
         confirm("instruments", seed, "hstu", backbones["hstu"])
     for seed, data in product(SEEDS, ("instruments", "toys")):
