@@ -176,8 +176,9 @@ def quartiles(values: NDArray) -> tuple[list[float], NDArray[np.int64]]:
 
     A stratum holds the values up to and including its cut, so that equal
     values always share a stratum (the strata need not be of equal size).
+    Of no values at all the cuts are 0.
     """
-    cuts = np.quantile(values, [0.25, 0.5, 0.75])
+    cuts = np.quantile(values if len(values) else [0], [0.25, 0.5, 0.75])
     return cuts.tolist(), np.searchsorted(cuts, values, side="left")
 
 
@@ -226,6 +227,7 @@ def report(
     """HR and NDCG overall and per stratum, ready for JSON.
 
     ``top`` keeps who was answered where, for paired comparisons later.
+    Where nobody is asked, HR and NDCG are NaN.
     """
     found: dict = {"users": len(split.target), **ranking.summary(ks, ties)}
     for kind, label, mask in strata(split):
@@ -279,9 +281,11 @@ def paired_bootstrap(
     than 1 resample.
     """
     a, b = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (a, b))
-    if a.shape[1] != b.shape[1] or a.shape[1] == 0 or a.ndim != 2:
+    flat = a.ndim == b.ndim == 2
+    if not flat or a.shape[1] != b.shape[1] or not a.size or not b.size:
         raise ValueError(
-            f"a, b: expected the same users, got {a.shape} and {b.shape}"
+            f"a, b: expected (users,) or (seeds, users) of the same users, "
+            f"got {a.shape} and {b.shape}"
         )
     if np.isnan(a).any() or np.isnan(b).any():
         raise ValueError("a, b: expected numbers, got NaN")

@@ -21,6 +21,42 @@ def test_peak_memory_is_the_peak_and_not_the_sum():
     assert bench.peak_memory(run, CPU) == pytest.approx(4, abs=0.1)
 
 
+def test_ratios_are_medians_over_steps_beside_the_standard_layer(monkeypatch):
+    steps = [  # standard: training, inference; then the filter's two
+        (9e9, 9e9, 1.0, 1.0),  # warming up
+        (1.0, 1.0, 3.0, 5.0),
+        (2.0, 1.0, 8.0, 7.0),
+        (4.0, 1.0, 8.0, 6.0),
+    ]
+    times = iter([seconds for step in steps for seconds in step])
+    monkeypatch.setattr(bench, "_seconds", lambda *_: next(times))
+    memory, work = iter([2.0, 5.0]), iter([10, 30])
+    monkeypatch.setattr(bench, "peak_memory", lambda *_: next(memory))
+    monkeypatch.setattr(bench, "flops", lambda *_: next(work))
+    found = bench.measure(
+        "1,2,4,2", CPU, torch.float32, 3, {"filter": bench.BFTConfig()}
+    )
+    assert found == [
+        bench.Measurement("1,2,4,2", "standard", 2e3, 1, 1, 2.0, 1, 1),
+        bench.Measurement("1,2,4,2", "filter", 8e3, 3, 6, 5.0, 2.5, 3),
+    ]
+    assert next(times, None) is None
+
+
+def test_training_goes_back_and_inference_keeps_no_graph():
+    x = torch.ones(3, requires_grad=True)
+    kept = []
+
+    def call():
+        kept.append(2 * x)
+        return (kept[-1],)
+
+    bench._inference(call)
+    assert x.grad is None and not kept[0].requires_grad
+    bench._training(call)
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 def test_flops_of_a_product():
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     assert bench.flops(lambda: a @ b) == 2 * 3 * 5 * 7

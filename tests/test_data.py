@@ -2,15 +2,22 @@
 
 import gzip
 import hashlib
+import itertools
 import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from filterpy.kalman import KalmanFilter
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import linalg, special, stats
 
 from bft_ref import data
 from bft_ref.data import public
+from bft_ref.data.formats import guess_format
 from bft_ref.data.sequences import Sequences
 
 
@@ -48,6 +55,8 @@ def test_s3rec_reads_every_item(write):
         ("a 1 2\nb 0 1\n", data.ItemRangeError, 2),
         ("a 1 2\nb 1 -3\n", data.ItemRangeError, 2),
         ("a 1 2\nb 1 6\n", data.ItemRangeError, 2),
+        ("a 1 2\nb 1 " + "9" * 30, data.ItemRangeError, 2),
+        ("a 1 2\nb 1 " + "9" * 5000, data.MalformedLineError, 2),
     ],
 )
 def test_s3rec_faults_name_file_and_line(write, text, error, line):
@@ -72,11 +81,21 @@ def test_letter_shifts_ids_by_one(write):
         ('{"7": [-1]}', data.ItemRangeError, "item id -1"),
         ('{"7": [3]}', data.ItemRangeError, "item id 3"),
         ("[1, 2]", data.MalformedLineError, "expected an object"),
+        ('{"7": [' + "9" * 5000 + "]}", data.MalformedLineError, "digits"),
+        ("[" * 100_000, data.MalformedLineError, ""),
+        ("{}", data.EmptyUserError, "no interactions"),
     ],
 )
 def test_letter_faults(write, text, error, said):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=rf"x\.inter\.json.*{said}"):
         data.read_letter(write("x.inter.json", text), n_items=3)
+
+
+def test_an_id_beyond_64_bits_is_out_of_range(write):
+    with pytest.raises(data.ItemRangeError, match="a.txt, line 1: item id"):
+        data.read_s3rec(write("a.txt", f"a 1 {2**63}\n"))
+    with pytest.raises(data.ItemRangeError, match="b.json: item id"):
+        data.read_letter(write("b.json", f'{{"a": [{2**63 - 1}]}}'))
 
 
 def test_movielens_sorts_by_time_and_keeps_the_order_of_ties(write):
@@ -104,9 +123,59 @@ def test_movielens_faults(write, text, error, line):
         data.read_movielens(write("u.data", text), n_items=2)
 
 
+def test_a_field_without_an_end_is_an_error(write):
+    text = "1\t2\t3\t4\n1\t" + "2" * 200_000 + "\t3\t4\n"
+    with pytest.raises(data.MalformedLineError, match="u.data, line 2"):
+        data.read_movielens(write("u.data", text))
+
+
 def test_an_empty_file_is_an_error(write):
-    with pytest.raises(data.EmptyUserError, match="no interactions"):
-        data.read_movielens(write("u.data", ""))
+    for name, read in data.READERS.items():
+        if name not in ("letter", "recbole"):  # no JSON, no header
+            with pytest.raises(data.EmptyUserError, match="d.x.*no inter"):
+                read(write("d.x", ""))
+
+
+TABLE = "a\tx\t3\t4\nb\ty\t3\t4\nc\tz\t3\t4\n"
+THREE_LINES = {
+    "s3rec": "a 1 2\nb 1\nc 2\n",
+    "letter": '{"a":\n[1, 2],\n"b": [1]}\n',
+    "movielens": TABLE,
+    "recbole": "user_id\titem_id\trating\ttimestamp\n" + TABLE[8:],
+    "amazon": "".join(
+        json.dumps({"reviewerID": "a", "asin": x, "unixReviewTime": 1}) + "\n"
+        for x in "xyz"
+    ),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", THREE_LINES)
+def test_bytes_that_are_no_utf8_are_named_with_their_line(
+    tmp_path, name, packed
+):
+    content = THREE_LINES[name].encode() + "é".encode("latin-1")
+    path = tmp_path / ("d.x.gz" if packed else "d.x")
+    path.write_bytes(gzip.compress(content) if packed else content)
+    said = f"{path.name}, line 4: not UTF-8"
+    with pytest.raises(data.MalformedLineError, match=said):
+        data.READERS[name](path)
+
+
+@pytest.mark.parametrize("fault", ["text", "end", "middle"])
+@pytest.mark.parametrize("name", THREE_LINES)
+def test_what_is_no_gzip_is_named(tmp_path, name, fault):
+    whole = gzip.compress(THREE_LINES[name].encode())
+    path = tmp_path / "d.gz"
+    path.write_bytes(
+        {
+            "text": THREE_LINES[name].encode(),
+            "end": whole[:-4],
+            "middle": whole[:10] + b"\xff" * 20,
+        }[fault]
+    )
+    with pytest.raises(data.MalformedLineError, match="d.gz: not gzip"):
+        data.READERS[name](path)
 
 
 def test_recbole_goes_by_the_header(write):
@@ -169,10 +238,26 @@ def test_amazon_duplicates_are_an_error_unless_asked(write):
     assert dropped.notes["duplicates_dropped"] == 1
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"asin": "x"}', "3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"asin": "x"}',
+        "3",
+        "9" * 5000,
+        "[" * 100_000,
+        reviews([(["a"], "x", 1)]),
+        reviews([("a", {"x": 1}, 1)]),
+        reviews([(7, "x", 1)]),
+        reviews([("a", "x", None)]),
+        reviews([("a", "x", [1])]),
+        reviews([("a", "x", 10**400)]),
+    ],
+)
 def test_amazon_faults(write, line):
     path = write("r.json", reviews([("a", "x", 1)]) + line + "\n")
-    with pytest.raises(data.MalformedLineError, match="line 2"):
+    with pytest.raises(data.MalformedLineError, match="r.json, line 2: "):
         data.read_amazon(path)
 
 
@@ -200,6 +285,28 @@ def test_k_core_is_the_largest_such_part(rows, k):
     names = sorted({i for row in kept for i in row})
     expected = [[names.index(i) + 1 for i in row] for row in kept]
     assert lists(data.k_core(sequences, k)) == expected
+
+
+def test_times_stay_with_their_interactions():
+    rows = [[1, 5, 2], [3], [2, 1, 4, 2], [2, 1, 1, 2, 6]]
+    bare = Sequences.of(rows, labels=list("_abcdef"))
+    owner = np.repeat(np.arange(4), bare.lengths)
+    sequences = replace(bare, times=1e9 + 100 * owner + bare.items)
+
+    def ids(found):
+        """Of each user: the number it had and the items, from the times."""
+        names = [found.labels[i] for i in found.items]
+        when = found.times - 1e9
+        assert ["_abcdef"[int(t) % 100] for t in when] == names
+        cuts = np.split(when, found.offsets[1:-1])
+        return [[int(t // 100) for t in own] for own in cuts]
+
+    assert ids(sequences.take(np.array([2, 0]))) == [[2] * 4, [0] * 3]
+    assert ids(sequences.without_last(1)) == [[0] * 2, [], [2] * 3, [3] * 4]
+    assert ids(data.k_core(sequences, 2)) == [[0] * 2, [2] * 3, [3] * 4]
+    split = sequences.split()
+    assert ids(split.history) == [[0], [2] * 2, [3] * 3]
+    assert ids(split.training) == [[0], [1], [2] * 2, [3] * 3]
 
 
 def test_split_leaves_the_last_two_out():
@@ -302,6 +409,57 @@ def test_fetch_downloads_and_checks(tmp_path, monkeypatch):
             assert data.fetch("toys").read_text() == "1 1 2 3\n"
 
 
+def test_fetch_takes_a_member_out_of_a_checked_archive(tmp_path, monkeypatch):
+    source, member = tmp_path / "served.zip", "deep/in/x.inter"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.writestr("deep/in/other.inter", "no")
+        archive.writestr(member, "user_id\titem_id\na\tx\n")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    monkeypatch.delenv("BFT_DATA", raising=False)
+    monkeypatch.setattr(public.pooch, "os_cache", lambda _: tmp_path / "c")
+
+    def served(url, output, pooch_, **_):
+        Path(output).write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(
+        "pooch.core.choose_downloader", lambda *_, **__: served
+    )
+    for archive, right in [("0" * 64, False), (digest, True)]:
+        known = data.Dataset(
+            "x.inter",
+            f"http://x/{archive}.zip",
+            "1" * 64,
+            "recbole",
+            "",
+            archive=archive,
+            member=member,
+        )
+        monkeypatch.setitem(public.DATASETS, "toys", known)
+        if right:
+            path = data.fetch("toys")
+            assert path.as_posix().endswith(member)
+            assert data.load("toys").users == ["a"]
+        else:
+            with pytest.raises(data.DataUnavailableError, match="hash"):
+                data.fetch("toys")
+
+
+@pytest.mark.parametrize(
+    "name, reader",
+    [
+        ("Instruments.inter.json", "letter"),
+        ("ml-100k.inter", "recbole"),
+        ("u.data", "movielens"),
+        ("ml-100k_u.data.gz", "movielens"),
+        ("reviews_Beauty_5.json.gz", "amazon"),
+        ("All_Beauty.jsonl", "amazon"),
+        ("Beauty.txt", "s3rec"),
+    ],
+)
+def test_a_name_tells_the_format(name, reader):
+    assert guess_format(Path("some.json") / name) == reader
+
+
 def test_offline_is_said_clearly(tmp_path, monkeypatch):
     monkeypatch.setattr(public.pooch, "os_cache", lambda _: tmp_path / "c")
     nowhere = data.Dataset(
@@ -360,6 +518,69 @@ def test_known_reliabilities_are_worth_something():
     equal = hits(np.full_like(simulation.variance, 1.0))
     assert truth > equal + 0.02
     assert truth > 3 * 10 / 150
+
+
+def test_the_oracle_is_the_kalman_filter_of_the_simulation():
+    truth = data.simulate(1, 6, length=(1, 1), state=2, drift=0.3, pull=0.6)
+    history = [4, 1, 1, 6]
+    kalman = KalmanFilter(dim_x=2, dim_z=2)
+    kalman.F, kalman.H = 0.6 * np.eye(2), np.eye(2)
+    kalman.Q = 0.3 * np.eye(2)
+    kalman.P = linalg.solve_discrete_lyapunov(kalman.F, kalman.Q)
+    for changed in (None, 1 + np.arange(7.0)):
+        believed = truth.variance if changed is None else changed
+        kalman.x = np.zeros((2, 1))
+        kalman.P = linalg.solve_discrete_lyapunov(kalman.F, kalman.Q)
+        for item in history:
+            kalman.update(
+                truth.position[item][:, None], R=believed[item] * np.eye(2)
+            )
+            kalman.predict()
+        (found,) = truth.oracle(
+            Sequences.of([history], n_items=6), variance=changed
+        )
+        expected = [
+            stats.multivariate_normal(
+                kalman.x[:, 0], kalman.P + truth.variance[i] * np.eye(2)
+            ).logpdf(truth.position[i])
+            + np.log(truth.popularity[i])
+            for i in range(1, 7)
+        ]
+        np.testing.assert_allclose(found[1:], expected, rtol=1e-10)
+        assert found[0] == -np.inf
+
+
+def test_choices_follow_the_softmax_of_a_state_that_walks():
+    """Both choices of two, against the integral over both states."""
+    users, drift, pull = 60_000, 1.0, 0.7
+    found = data.simulate(
+        users,
+        3,
+        length=(2, 2),
+        state=1,
+        noise=(0.1, 4.0),
+        drift=drift,
+        pull=pull,
+        seed=2,
+    )
+    nodes = np.linspace(-7, 7, 500)
+    weights = stats.norm.pdf(nodes) / stats.norm.pdf(nodes).sum()
+    first = (drift / (1 - pull**2)) ** 0.5 * nodes
+    second = pull * first[:, None] + drift**0.5 * nodes
+
+    def preference(i, s):
+        item = stats.norm(found.position[i, 0], found.variance[i] ** 0.5)
+        return np.log(found.popularity[i]) + item.logpdf(s)
+
+    one = special.softmax([preference(i, first) for i in (1, 2, 3)], axis=0)
+    pairs = [tuple(row) for row in lists(found.sequences)]
+    for i, j in itertools.permutations((1, 2, 3), 2):
+        other = preference(6 - i - j, second)
+        two = special.expit(preference(j, second) - other)
+        p = float(weights @ (one[i - 1] * (two @ weights)))
+        assert abs(pairs.count((i, j)) / users - p) < 4 * np.sqrt(
+            p * (1 - p) / users
+        )
 
 
 def test_a_reliable_item_tells_more_about_the_state():

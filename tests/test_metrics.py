@@ -124,6 +124,30 @@ def test_strata_share_out_every_user_once():
     assert cuts == [1, 1, 1] and member.tolist() == [0, 0, 0, 0, 3]
 
 
+def test_a_label_says_which_values_its_stratum_holds():
+    split = small_split()
+    values = {
+        "frequency": split.frequency[split.target],
+        "history": split.history.lengths,
+    }
+    for kind, label, mask in metrics.strata(split):
+        low, high = map(int, label.split(": ")[1].split("-"))
+        inside = (low <= values[kind]) & (values[kind] <= high)
+        assert mask.tolist() == inside.tolist()
+
+
+def test_nobody_has_no_figures_but_a_report():
+    split = Sequences.of([[1, 2], [3]]).split()
+    ranking = metrics.evaluate(split, metrics.popularity(split))
+    assert all(np.isnan(x) for x in ranking.summary().values())
+    found = metrics.report(split, ranking)
+    assert found["users"] == 0 and np.isnan(found["NDCG@10"])
+    for kind, entry in metrics.membership(split).items():
+        assert list(found[kind]) == entry["labels"]
+        assert list(found[kind].values()) == [{"users": 0}] * 4
+        assert entry["of_user"] == ""
+
+
 def test_report_adds_up():
     split = small_split()
     ranking = metrics.evaluate(split, metrics.popularity(split))
@@ -148,6 +172,15 @@ def test_the_bootstrap_interval_is_that_of_the_t_test():
     assert found.relative == pytest.approx(b.mean() / a.mean() - 1)
     # unpaired, the same difference would drown
     assert se < 0.5 * np.sqrt(a.var() / 4000 + b.var() / 4000)
+
+
+def test_a_relative_interval_is_the_absolute_one_over_a_constant():
+    rng = np.random.default_rng(2)
+    b = rng.normal(3.0, 1.0, 200)
+    found = metrics.paired_bootstrap(np.full(200, 4.0), b)
+    assert found.relative == pytest.approx(found.absolute / 4)
+    assert found.relative_low == pytest.approx(found.absolute_low / 4)
+    assert found.relative_high == pytest.approx(found.absolute_high / 4)
 
 
 def test_the_bootstrap_covers_the_truth():
@@ -186,6 +219,9 @@ def test_the_bootstrap_refuses_what_does_not_pair():
         metrics.paired_bootstrap(np.zeros(3), np.zeros(4))
     with pytest.raises(ValueError, match="same users"):
         metrics.paired_bootstrap(np.zeros(0), np.zeros(0))
+    for a, b in [((3, 4), (2, 4, 4)), ((2, 4, 4), (3, 4)), ((0, 4), (3, 4))]:
+        with pytest.raises(ValueError, match=r"\(seeds, users\).*same users"):
+            metrics.paired_bootstrap(np.zeros(a), np.zeros(b))
     with pytest.raises(ValueError, match="NaN"):
         metrics.paired_bootstrap(np.array([np.nan]), np.zeros(1))
     with pytest.raises(ValueError, match="resamples"):
@@ -203,7 +239,7 @@ def test_popularity_ranks_by_training_frequency():
 
 def test_item_knn_is_damped_cosine_of_co_occurrence():
     sequences = Sequences.of(
-        [[1, 2, 9, 9], [1, 2, 3, 9], [3, 4, 9, 9], [1, 5, 9, 9]], n_items=9
+        [[1, 2, 1, 9, 9], [1, 2, 3, 9], [3, 4, 9, 9], [1, 5, 9, 9]], n_items=9
     )
     split = sequences.split()
     scores = metrics.item_knn(split, neighbours=10, shrink=1.0)(np.arange(4))

@@ -3,11 +3,12 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 import typer
 from typer.testing import CliRunner
 
-from bft_ref.data import Sequences, simulate
+from bft_ref.data import DataError, Sequences, simulate
 from bft_ref.layer import BFTConfig
 from bft_ref.metrics import Ranking
 from bft_ref.models import ModelConfig, build
@@ -29,10 +30,14 @@ from bft_ref.train import (
     interventions,
     mechanism,
     next_item_loss,
+    provenance,
     trainer,
     training_batches,
 )
-from bft_ref.train.__main__ import app, filter_config
+from bft_ref.train import __main__ as command_line
+from bft_ref.train.__main__ import app, filter_config, numbers
+from bft_ref.train.batches import gather
+from bft_ref.train.losses import uniform_negatives
 
 ROOT = Path(__file__).parent.parent
 TINY = {"d": 8, "ffn": 16, "heads": 2, "length": 6, "dropout": 0.2}
@@ -124,6 +129,32 @@ def test_gbce_never_scales_the_positive_up():
     torch.testing.assert_close(gbce, bce)
 
 
+def test_gbce_goes_from_bce_to_a_positive_that_counts_by_the_rate():
+    query, target, keys, bias = questions()
+    negatives = torch.arange(1, 6)
+    given = (query, target, keys, bias, negatives)
+    at = [
+        next_item_loss(*given, n_items=N, kind="gbce", calibration=t)
+        for t in (0.0, 1.0)
+    ]
+    bce = next_item_loss(*given, n_items=N, kind="bce")
+    score = (query * keys[target]).sum(1) + bias[target]
+    spared = (1 - 5 / (N - 1)) * F.softplus(-score).mean() / 6
+    torch.testing.assert_close(at[0], bce)
+    torch.testing.assert_close(at[1], bce - spared)
+
+
+def test_negatives_are_drawn_evenly_from_all_items_and_no_padding():
+    draw = torch.Generator().manual_seed(3)
+    found = uniform_negatives(40_000, N, draw).bincount(minlength=N + 1)
+    assert len(found) == N + 1 and found[0] == 0
+    # five standard deviations of a binomial count
+    assert (found[1:] - 2000).abs().max() < 5 * (2000 * (1 - 1 / N)) ** 0.5
+    assert not torch.equal(
+        uniform_negatives(50, N, draw), uniform_negatives(50, N, draw)
+    )
+
+
 def test_losses_name_the_bad_argument():
     given = questions()
     with pytest.raises(ValueError, match="negatives"):
@@ -142,7 +173,6 @@ def test_causal_batches_ask_for_each_next_item_once(sequences):
     rows = {}
     for batch in epoch(sequences):
         assert batch.items.shape == batch.target.shape
-        # alike in length: nothing is padded by more than the bucket's spread
         for items, target in zip(batch.items, batch.target, strict=True):
             n = int((target > 0).sum())
             assert (target[n:] == 0).all() and (items[n:] == 0).all()
@@ -154,6 +184,19 @@ def test_causal_batches_ask_for_each_next_item_once(sequences):
         whole = tuple(sequences[u][-7:].tolist())
         expected[whole] = expected.get(whole, 0) + 1
     assert rows == expected
+
+
+@pytest.mark.parametrize("mask_id", [None, 41])
+def test_sequences_of_a_batch_are_alike_in_length(sequences, mask_id):
+    spans = []
+    for batch in epoch(sequences, mask_id=mask_id):
+        own = (batch.items > 0).sum(1) + (mask_id is None)
+        lengths = own.clamp(max=6)  # longer ones are cut to about that
+        spans.append((int(lengths.min()), int(lengths.max())))
+    assert len({low for low, _ in spans}) > 2
+    assert sorted(spans) != spans
+    for (_, high), (low, _) in pairwise(sorted(spans)):
+        assert high <= low
 
 
 def test_every_window_asks_for_every_item():
@@ -182,6 +225,77 @@ def test_cloze_hides_what_it_asks(sequences):
     assert masks > rows
 
 
+def test_cloze_asks_for_the_items_it_hides(sequences):
+    found = []
+    for batch in epoch(sequences, mask_id=41):
+        whole = torch.where(batch.items == 41, batch.target, batch.items)
+        found += [tuple(row[row > 0].tolist()) for row in whole]
+    expected = [
+        tuple(sequences[u][-6:].tolist()) for u in range(len(sequences))
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_sequence_without_a_mask_gets_one_anywhere(sequences):
+    places = []
+    for batch in epoch(sequences, mask_id=41, mask_rate=0.0, last_rate=0.0):
+        hidden = batch.target > 0
+        assert (hidden.sum(1) == 1).all()
+        places += hidden.float().argmax(1)[batch.items[:, -1] > 0].tolist()
+    assert set(places) == set(range(6))
+
+
+EPOCH = 1.6e9  # seconds, where float32 counts in steps of 128
+
+
+def seconds(items):
+    """A time of each item, from which its differences can be told."""
+    return 7 * np.asarray(items) ** 2
+
+
+def dated(rows, start=EPOCH):
+    found = Sequences.of(rows)
+    return replace(found, times=start + seconds(found.items))
+
+
+ROWS = [list(range(u + 1, u + 4 + u % 7)) for u in range(40)]
+
+
+@pytest.mark.parametrize("mask_id", [None, 99])
+@pytest.mark.parametrize("every_window", [False, True])
+def test_times_are_those_of_the_items_since_the_first(mask_id, every_window):
+    batches = epoch(dated(ROWS), mask_id=mask_id, every_window=every_window)
+    for batch in batches:
+        batch = batch.to("cpu").share(1, 2)
+        assert batch.times.shape == batch.items.shape
+        hidden = batch.items == 99
+        items = torch.where(hidden, batch.target, batch.items).numpy()
+        since = seconds(items) - seconds(items[:, :1])
+        assert batch.times[items > 0].tolist() == since[items > 0].tolist()
+
+
+def test_times_of_a_history_are_those_of_its_items():
+    split = dated(ROWS).split()
+    part = np.array([30, 2, 17])
+    items, times = mechanism.histories(
+        SimpleNamespace(config=SimpleNamespace(length=4)),
+        split,
+        part,
+        torch.device("cpu"),
+    )
+    for row, when, user in zip(items, times, part, strict=True):
+        kept = row[row > 0].tolist()
+        assert kept == ROWS[user][:-2][-4:]
+        since = seconds(kept) - seconds(kept[0])
+        assert when[: len(kept)].tolist() == since.tolist()
+
+
+def test_a_sequence_without_times_has_none():
+    given = (np.array([0]), np.array([3]), 2)
+    items, times, n = gather(Sequences.of([[4, 5, 6]]), *given)
+    assert (items.tolist(), times, n.tolist()) == ([[5, 6]], None, [2])
+
+
 def test_batches_follow_the_seed(sequences):
     first, again, other = (epoch(sequences, s) for s in (1, 1, 2))
     for a, b in zip(first, again, strict=True):
@@ -203,9 +317,121 @@ def run(sequences, *, model=None, final=False, **given):
 def test_training_lowers_the_loss(sequences, model, loss):
     given = {"model": model, "dropout": 0.0}
     history = run(
-        sequences, model=given, loss=loss, epochs=6, lr=3e-3, batch=32
+        sequences, model=given, loss=loss, epochs=10, lr=1e-2, batch=32
     ).result["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+
+
+def clockless(history):
+    return [
+        {k: v for k, v in record.items() if "seconds" not in k}
+        for record in history
+    ]
+
+
+def test_hstu_trains_on_times_and_on_their_differences_only():
+    def trained(sequences):
+        result = run(sequences, model={"model": "hstu"}, epochs=2).result
+        return clockless(result["history"]), result["validation"]
+
+    found = trained(dated(ROWS))
+    assert found == trained(dated(ROWS, start=0.0))
+    assert found[0][0]["loss"] != trained(Sequences.of(ROWS))[0][0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss": "full"},
+        {"loss": "bce"},
+        {"loss": "sampled", "correct": False},
+        {"loss": "sampled", "correct": True},
+        {"loss": "gbce", "calibration": 0.2},
+    ],
+)
+def test_the_trainer_asks_for_the_loss_of_its_configuration(sequences, given):
+    torch.manual_seed(0)
+    net = build(ModelConfig(n_items=40, **TINY)).eval()
+    batch, negatives = epoch(sequences)[0], torch.arange(1, 8)
+    found = trainer._Questions(net)(batch, negatives, TrainConfig(**given))
+    asked = batch.target > 0
+    options = {k: v for k, v in given.items() if k != "loss"}
+    expected = next_item_loss(
+        net(batch.items)[asked],
+        batch.target[asked],
+        net.items.weight,
+        None,
+        negatives,
+        n_items=40,
+        kind=given["loss"],
+        **options,
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_trainer_asks_for_the_batches_of_its_configuration(monkeypatch):
+    sequences, seen = Sequences.of([[1, 2, 3, 4], [5, 6]] * 20), []
+
+    def spy(own, **given):
+        seen.append((own, given))
+        return training_batches(own, **given)
+
+    monkeypatch.setattr(trainer, "training_batches", spy)
+    chosen = {"every_window": True, "mask_rate": 0.4, "last_rate": 0.2}
+    run(sequences, model={"model": "bert4rec"}, epochs=1, batch=33, **chosen)
+    run(sequences, model={"model": "sasrec"}, epochs=1)
+    (own, cloze), (_, causal) = seen
+    assert own[0].tolist() == [1, 2]
+    assert own[1].tolist() == [5, 6]  # too short to be asked
+    for given in (cloze, causal):
+        given.pop("rng")
+    assert cloze == {"length": 6, "size": 33, "mask_id": 7} | chosen
+    assert causal["mask_id"] is None and causal["size"] == 128
+
+
+@pytest.fixture
+def adam(monkeypatch):
+    """Every optimiser made, and the norm of each step's gradient."""
+    made = []
+
+    class Spy(torch.optim.Adam):
+        def __init__(self, groups, **given):
+            super().__init__(groups, **given)
+            self.norms = []
+            made.append(self)
+
+        def step(self):
+            parts = [p.grad for g in self.param_groups for p in g["params"]]
+            flat = torch.cat([x.flatten() for x in parts if x is not None])
+            self.norms.append(float(flat.norm()))
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "Adam", Spy)
+    return made
+
+
+def test_the_optimiser_has_the_rates_of_its_configuration(sequences, adam):
+    rates = {"lr": 2e-3, "precision_lr": 5e-2, "weight_decay": 0.1}
+    fitted = run(sequences, model={"bft": BFTConfig()}, epochs=1, **rates)
+    (made,) = adam
+    of = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in made.param_groups
+        for p in group["params"]
+    }
+    for name, p in fitted.model.named_parameters():
+        precision = name.startswith("tau.") or "process_noise" in name
+        assert of.pop(id(p)) == (5e-2 if precision else 2e-3, 0.1), name
+    assert not of
+
+
+def test_clip_bounds_the_gradient_of_a_step(sequences, adam):
+    for clip in (0.0, 0.01):
+        run(sequences, epochs=2, clip=clip, batch=64)
+    free, clipped = (made.norms for made in adam)
+    assert min(free) > 0.02
+    assert len(clipped) == len(free)
+    assert clipped == pytest.approx([0.01] * len(free), rel=1e-3)
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
@@ -345,21 +571,31 @@ def test_the_best_epoch_is_kept_and_patience_ends_it(sequences):
     assert result["stopped_early"] and result["epochs"] == best + 3
 
 
-def test_only_final_looks_at_the_test_items(sequences):
-    assert "test" not in run(sequences).result
+@pytest.mark.parametrize("tau", [None, "frequency", "shuffled"])
+def test_only_final_looks_at_the_test_items(sequences, tau):
+    model = {} if tau is None else {"bft": BFTConfig(), "tau": tau}
+    assert "test" not in run(sequences, model=model, epochs=1).result
     last = sequences.offsets[1:] - 1
     changed = sequences.items.copy()
-    changed[last] = np.roll(changed[last], 1)
+    changed[last] = changed[last] % 40 + 1
     other = Sequences(changed, sequences.offsets, sequences.n_items)
-    a, b = (run(s, final=True) for s in (sequences, other))
-    strip = [
-        [{k: v for k, v in r.items() if "seconds" not in k} for r in h]
-        for h in (a.result["history"], b.result["history"])
-    ]
-    assert strip[0] == strip[1]
+    assert other.frequency.tolist() != sequences.frequency.tolist()
+    a, b = (run(s, model=model, final=True) for s in (sequences, other))
+    assert clockless(a.result["history"]) == clockless(b.result["history"])
     assert a.result["validation"] == b.result["validation"]
     assert a.result["test"]["users"] == len(sequences)
     assert a.result["test"] != b.result["test"]
+
+
+def test_tau_comes_from_the_frequency_in_what_is_trained_on(sequences):
+    given = {"bft": BFTConfig(), "tau": "frequency", "tau_power": 0.5}
+    count = np.ones(41)
+    for u in range(len(sequences)):
+        for item in sequences[u][:-2]:
+            count[item] += 1
+    tau = run(sequences, model=given, epochs=1).model.tau.log_tau.exp()
+    expected = (count[1:] / np.exp(np.log(count[1:]).mean())) ** 0.5
+    np.testing.assert_allclose(tau[1:], expected, rtol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_is_an_error(sequences):
@@ -377,8 +613,27 @@ def test_the_last_epoch_is_evaluated(sequences):
 def test_what_does_not_fit_is_refused(sequences):
     with pytest.raises(ValueError, match="n_items: expected 40"):
         fit(sequences, ModelConfig(n_items=39, **TINY), TrainConfig())
-    with pytest.raises(ValueError, match="mask_rate: .* sasrec does not read"):
-        run(sequences, mask_rate=0.5)
+    short = Sequences.of([[1, 2], [3]], name="short")
+    with pytest.raises(DataError, match="short: no user has three items"):
+        run(short)
+
+
+@pytest.mark.parametrize(
+    "given, reader",
+    [
+        ({"mask_rate": 0.5}, "sasrec"),
+        ({"last_rate": 0.5}, "sasrec"),
+        ({"correct": False, "loss": "full"}, "loss 'full'"),
+        ({"correct": False, "loss": "bce"}, "loss 'bce'"),
+        ({"correct": False, "loss": "gbce"}, "loss 'gbce'"),
+        ({"calibration": 0.5, "loss": "sampled"}, "loss 'sampled'"),
+        ({"calibration": 0.5, "loss": "bce"}, "loss 'bce'"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(sequences, given, reader):
+    said = f"^{next(iter(given))}: .* since {reader} does not read it"
+    with pytest.raises(ValueError, match=said):
+        run(sequences, **given)
 
 
 def test_a_resumed_run_says_which_code_went_on(
@@ -432,6 +687,23 @@ def test_a_checkpoint_of_another_run_is_refused(sequences, tmp_path):
         )
 
 
+def test_the_checksum_of_the_source_is_that_of_its_contents(
+    tmp_path, monkeypatch
+):
+    source = tmp_path / "a" / "part.py"
+    source.parent.mkdir()
+    start = tmp_path / "__init__.py"
+    start.write_text("")
+    monkeypatch.setattr(provenance.bft_ref, "__file__", str(start))
+    sums = []
+    for text in ("x = 1", "x = 2", "x = 1"):
+        source.write_text(text)
+        sums.append(provenance.code_version()["source_sha256"])
+    assert sums[0] == sums[2] != sums[1]
+    source.rename(source.with_name("other.py"))
+    assert provenance.code_version()["source_sha256"] != sums[0]
+
+
 def write_s3rec(path, sequences):
     lines = [
         " ".join(map(str, [u + 1, *sequences[u]]))
@@ -475,21 +747,41 @@ def without_clocks(path):
     return result
 
 
+# The command line that stops before the second step of its fourth epoch.
+STOPS = """
+import time
+from bft_ref.train import __main__ as command_line, trainer
+
+draw, drawn = trainer.uniform_negatives, []
+
+def stop(*given):
+    drawn.append(given)
+    if len(drawn) == 8:
+        print("stopped", flush=True)
+        time.sleep(600)
+    return draw(*given)
+
+trainer.uniform_negatives = stop
+command_line.app()
+"""
+
+
 def test_a_killed_run_goes_on_to_the_same_result(sequences, tmp_path):
     data = str(write_s3rec(tmp_path / "d.txt", sequences))
     whole, part = str(tmp_path / "whole.json"), str(tmp_path / "part.json")
     subprocess.run(command(data, whole), env=environment(), check=True)
     checkpoint = tmp_path / "run.pt"
     resumable = command(data, part, "--checkpoint", str(checkpoint))
-    process = subprocess.Popen(resumable, env=environment())
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    reached = torch.load(checkpoint, weights_only=True)["epoch"]
-    if Path(part).exists() or reached >= 8:
-        pytest.fail("the run ended before it could be killed")
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS, *resumable[3:]],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "stopped\n"
+        process.kill()
+    assert torch.load(checkpoint, weights_only=True)["epoch"] == 3
+    assert not Path(part).exists()
     subprocess.run(resumable, env=environment(), check=True)
     assert without_clocks(part) == without_clocks(whole)
 
@@ -554,6 +846,10 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
         (["--bft", "on", "--gate", "ligr"], "gate"),
         (["--d-model", "9"], "heads"),
         (["--epochs", "0"], "epochs"),
+        (["--mask-rate", "0.5"], "mask_rate"),
+        (["--loss", "full", "--no-correct"], "correct"),
+        (["--calibration", "0.5"], "calibration"),
+        (["--gate", "constant", "--gate-value", "high"], "--gate-value"),
     ],
 )
 def test_the_command_line_names_the_bad_option(
@@ -563,6 +859,133 @@ def test_the_command_line_names_the_bad_option(
     found = invoke("--data", data, *arguments)
     assert found.exit_code == 2
     assert said in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize("model", ["sasrec", "popularity"])
+def test_the_command_line_refuses_data_that_ask_nobody(tmp_path, model):
+    data = write_s3rec(tmp_path / "d.txt", Sequences.of([[1, 2], [2, 1]]))
+    found = invoke("--data", data, "--model", model)
+    assert found.exit_code == 2
+    assert "--data" in said(found) and "d: no user has three" in said(found)
+
+
+COMMON = """--data my.txt --data-dir there --format s3rec --length 9
+    --d-model 24 --layers 3 --heads 3 --ffn 48 --dropout 0.1
+    --embedding-std 0.3 --epochs 7
+    --patience 3 --evaluate-every 2 --batch 17 --lr 0.02 --weight-decay 0.01
+    --every-window --seed 11 --device meta --threads 5 --checkpoint c.pt
+    --quiet --final"""
+SAMPLED = """--residual original --gate vector --gate-value 0.9,0.5,0.2
+    --tau-bias --tau shuffled --tau-power 0.25 --tau-start 2
+    --precision-lr 0.03 --loss sampled --negatives 77 --no-correct"""
+GBCE = """--model bert4rec --bft granularity=token --tau mlp --mask-rate 0.45
+    --loss gbce --calibration 0.35"""
+SIZES = {
+    "n_items": 100,
+    "length": 9,
+    "d": 24,
+    "layers": 3,
+    "heads": 3,
+    "ffn": 48,
+    "dropout": 0.1,
+    "embedding_std": 0.3,
+}
+BUDGET = {
+    "epochs": 7,
+    "patience": 3,
+    "evaluate_every": 2,
+    "batch": 17,
+    "lr": 0.02,
+    "weight_decay": 0.01,
+    "every_window": True,
+    "seed": 11,
+}
+LINES = [
+    (
+        SAMPLED,
+        {
+            "residual": "original",
+            "gate": "vector",
+            "gate_value": (0.9, 0.5, 0.2),
+            "tau_bias": True,
+            "tau": "shuffled",
+            "tau_power": 0.25,
+            "tau_start": 2.0,
+        },
+        {"precision_lr": 0.03, "negatives": 77, "correct": False},
+    ),
+    (
+        GBCE,
+        {
+            "model": "bert4rec",
+            "bft": BFTConfig(granularity="token"),
+            "tau": "mlp",
+        },
+        {"mask_rate": 0.45, "loss": "gbce", "calibration": 0.35},
+    ),
+]
+
+
+@pytest.mark.parametrize("line, model, train", LINES)
+def test_every_option_arrives(monkeypatch, line, model, train):
+    seen = {}
+
+    def load(data, **given):
+        seen["load"] = (data, given)
+        return SimpleNamespace(n_items=100, describe=dict)
+
+    def fit(_, *configs, **given):
+        seen["fit"] = (configs, given)
+        return SimpleNamespace(result={}, rankings={})
+
+    monkeypatch.setattr(command_line, "load", load)
+    monkeypatch.setattr(command_line, "fit", fit)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    done = invoke(*COMMON.split(), *line.split())
+    assert done.exit_code == 0, done.output
+    where = {"folder": Path("there"), "format": "s3rec"}
+    assert seen["load"] == ("my.txt", where)
+    configs, given = seen["fit"]
+    assert configs[0] == ModelConfig(**SIZES, **model)
+    assert configs[1] == TrainConfig(**BUDGET, **train)
+    assert given == {
+        "device": torch.device("meta"),
+        "checkpoint": Path("c.pt"),
+        "final": True,
+        "progress": False,
+    }
+    assert threads == [5]
+
+
+def test_no_option_is_left_out_above():
+    written = " ".join([COMMON, SAMPLED, GBCE]).split()
+    files = {"--output", "--ranks", "--help"}
+    for option in typer.main.get_command(app).params:
+        assert set(written) & {*option.opts, *option.secondary_opts} or (
+            files & set(option.opts)
+        ), option.name
+    for config, given in [
+        (ModelConfig, [SIZES, *(model for _, model, _ in LINES)]),
+        (TrainConfig, [BUDGET, *(train for _, _, train in LINES)]),
+    ]:
+        python_only = {"activation", "temperature", "last_rate", "clip"}
+        defaults = {f.name: f.default for f in fields(config)}
+        changed = {
+            name
+            for each in given
+            for name, value in each.items()
+            if value != defaults[name]
+        }
+        assert set(defaults) - changed <= python_only
+
+
+def test_a_gate_value_is_one_number_or_several():
+    assert numbers("0.7") == 0.7
+    assert numbers("0.9,-2,1e-3") == (0.9, -2.0, 0.001)
+    for text in ("", "high", "0.9,", "0.9;0.2"):
+        with pytest.raises(typer.BadParameter, match="expected a number"):
+            numbers(text)
 
 
 def test_help_is_worth_reading():
@@ -589,11 +1012,31 @@ def test_filter_options_become_a_config():
 
 
 @pytest.mark.parametrize(
-    "given", [{"loss": "x"}, {"epochs": 0}, {"lr": 0.0}, {"mask_rate": 1.5}]
+    "given",
+    [
+        {"loss": "x"},
+        {"epochs": 0},
+        {"patience": 0},
+        {"evaluate_every": 0},
+        {"batch": 0},
+        {"lr": 0.0},
+        {"precision_lr": 0.0},
+        {"mask_rate": 1.5},
+        {"calibration": -0.1},
+        {"calibration": 1.1},
+        {"calibration": math.nan},
+        {"clip": -1.0},
+    ],
 )
 def test_training_configuration_names_the_bad_argument(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         TrainConfig(**given)
+
+
+@pytest.mark.parametrize("end", [0.0, 1.0])
+def test_gbce_is_calibrated_from_none_to_all(sequences, end):
+    result = run(sequences, epochs=1, loss="gbce", calibration=end).result
+    assert result["train"]["calibration"] == end
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

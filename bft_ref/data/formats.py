@@ -9,9 +9,11 @@ import csv
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 
@@ -29,21 +31,54 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _text(path: Path):
-    """Text lines of a plain or gzipped UTF-8 file."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return open(path, encoding="utf-8", newline="")
+def _open(path: Path, **how) -> IO:
+    return (gzip.open if path.suffix == ".gz" else open)(path, **how)
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[IO[str]]:
+    """Text lines of a plain or gzipped UTF-8 file.
+
+    Raises: MalformedLineError for bytes that are no UTF-8 or no gzip.
+    """
+    try:
+        with _open(path, mode="rt", encoding="utf-8", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise MalformedLineError(
+            path, _first_undecodable(path), f"not UTF-8: {error.reason}"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise MalformedLineError(path, None, f"not gzip: {error}") from None
+
+
+def _first_undecodable(path: Path) -> int | None:
+    with _open(path, mode="rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return None
+
+
+def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields between tabs) of each line."""
+    with _text(path) as file:
+        rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        try:
+            for row in rows:
+                yield rows.line_num, row
+        except csv.Error as error:
+            raise MalformedLineError(path, rows.line_num, str(error)) from None
 
 
 def _in_range(path, line, item: int, first: int, n_items: int | None) -> int:
-    last = None if n_items is None else n_items + first - 1
-    if item < first or (last is not None and item > last):
-        upper = "" if last is None else f"…{last}"
+    most = np.iinfo(np.int64).max if n_items is None else n_items
+    last = most + first - 1
+    if not first <= item <= last:
         raise ItemRangeError(
-            path,
-            line,
-            f"item id {item}, expected {first}{upper or ' or more'}",
+            path, line, f"item id {item}, expected {first}…{last}"
         )
     return item - first + 1
 
@@ -53,7 +88,8 @@ def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
 
     Items a user repeats are kept: without timestamps a repeat is no fault.
     Raises: MalformedLineError, DuplicateError (a user on two lines),
-    EmptyUserError, ItemRangeError, each with its line number.
+    EmptyUserError (also a file without users), ItemRangeError, each with its
+    line number.
     """
     path = Path(path)
     users: dict[str, int] = {}
@@ -100,10 +136,15 @@ def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
         return seen
 
     with _text(path) as file:
-        try:
-            content = json.load(file, object_pairs_hook=unique)
-        except json.JSONDecodeError as error:
-            raise MalformedLineError(path, error.lineno, error.msg) from None
+        text = file.read()
+    try:
+        content = json.loads(text, object_pairs_hook=unique)
+    except DuplicateError:
+        raise
+    except json.JSONDecodeError as error:
+        raise MalformedLineError(path, error.lineno, error.msg) from None
+    except (ValueError, RecursionError) as error:
+        raise MalformedLineError(path, None, str(error)) from None
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise MalformedLineError(path, 1, f"expected an object, got a {kind}")
@@ -122,6 +163,8 @@ def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
 
 
 def _pack(path, rows, users, n_items) -> Sequences:
+    if not rows:
+        raise EmptyUserError(path, None, "the file holds no interactions")
     given = {} if n_items is None else {"n_items": n_items}
     return Sequences.of(
         rows, users=users, name=path.stem, sha256=_sha256(path), **given
@@ -136,17 +179,15 @@ def read_movielens(path: str | Path, **options) -> Sequences:
     path = Path(path)
 
     def parse():
-        with _text(path) as file:
-            rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            for row in rows:
-                if len(row) != 4:
-                    raise MalformedLineError(
-                        path,
-                        rows.line_num,
-                        f"expected 4 fields between tabs, got {len(row)}",
-                    )
-                user, item, _, time = row
-                yield rows.line_num, user, item, time
+        for line, row in _table(path):
+            if len(row) != 4:
+                raise MalformedLineError(
+                    path,
+                    line,
+                    f"expected 4 fields between tabs, got {len(row)}",
+                )
+            user, item, _, time = row
+            yield line, user, item, time
 
     return interactions(path, parse(), **options)
 
@@ -160,31 +201,31 @@ def read_recbole(path: str | Path, **options) -> Sequences:
     path = Path(path)
 
     def parse():
-        with _text(path) as file:
-            rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            header = [field.split(":")[0] for field in next(rows, [])]
-            missing = {"user_id", "item_id"} - set(header)
-            if missing:
+        rows = _table(path)
+        _, names = next(rows, (1, []))
+        header = [name.split(":")[0] for name in names]
+        missing = {"user_id", "item_id"} - set(header)
+        if missing:
+            raise MalformedLineError(
+                path,
+                1,
+                f"the header lacks {', '.join(sorted(missing))}; "
+                f"it has {', '.join(header) or 'nothing'}",
+            )
+        for line, row in rows:
+            if len(row) != len(header):
                 raise MalformedLineError(
                     path,
-                    1,
-                    f"the header lacks {', '.join(sorted(missing))}; "
-                    f"it has {', '.join(header) or 'nothing'}",
+                    line,
+                    f"expected {len(header)} fields, got {len(row)}",
                 )
-            for row in rows:
-                if len(row) != len(header):
-                    raise MalformedLineError(
-                        path,
-                        rows.line_num,
-                        f"expected {len(header)} fields, got {len(row)}",
-                    )
-                field = dict(zip(header, row, strict=True))
-                yield (
-                    rows.line_num,
-                    field["user_id"],
-                    field["item_id"],
-                    field.get("timestamp"),
-                )
+            field = dict(zip(header, row, strict=True))
+            yield (
+                line,
+                field["user_id"],
+                field["item_id"],
+                field.get("timestamp"),
+            )
 
     return interactions(path, parse(), **options)
 
@@ -213,6 +254,18 @@ def read_amazon(path: str | Path, *, core: int = 5, **options) -> Sequences:
                     raise MalformedLineError(
                         path, number, f"expected {', '.join(needed)}"
                     ) from None
+                except (ValueError, RecursionError) as error:
+                    raise MalformedLineError(
+                        path, number, str(error)
+                    ) from None
+                if time is None or not (
+                    isinstance(user, str) and isinstance(item, str)
+                ):
+                    raise MalformedLineError(
+                        path,
+                        number,
+                        "expected text for user and item, and a time",
+                    )
                 yield number, user, item, time
 
     return interactions(path, parse(), core=core, **options)
@@ -251,7 +304,7 @@ def interactions(
             raise MalformedLineError(path, line, "an empty user or item")
         try:
             when = None if when is None else float(when)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             when = np.nan
         if when is not None and not np.isfinite(when):
             raise MalformedLineError(

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 from bft_ref import metrics
-from bft_ref.data import DATASETS, DataUnavailableError, load
+from bft_ref.data import DATASETS, DataError, DataUnavailableError, load
 from bft_ref.data.formats import Format
 from bft_ref.layer import BFTConfig
 from bft_ref.models import ModelConfig
@@ -22,7 +24,12 @@ from bft_ref.models.gates import GateKind
 from bft_ref.models.precision import Source
 from bft_ref.train.losses import Loss
 from bft_ref.train.provenance import code_version, device_name
-from bft_ref.train.trainer import TrainConfig, fit
+from bft_ref.train.trainer import (
+    TrainConfig,
+    asking,
+    fit,
+    refuse_what_nothing_reads,
+)
 
 Model = Literal["sasrec", "bert4rec", "hstu", "popularity", "item-knn"]
 Residual = Literal["pre", "original"]
@@ -383,7 +390,8 @@ def main(
         wanted = {"model": {"model": model}, "data": sequences.describe()}
         if _is_there(output, final, wanted):
             return
-        result, rankings = _baseline(sequences, model, final)
+        with _named_after("--data"):
+            result, rankings = _baseline(sequences, model, final)
     else:
         if length is None:
             length = DATASETS[data].length if data in DATASETS else 20
@@ -423,6 +431,7 @@ def main(
                 mask_rate=mask_rate,
                 seed=seed,
             )
+            refuse_what_nothing_reads(model_config, train_config)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         wanted = {
@@ -433,20 +442,30 @@ def main(
         if _is_there(output, final, wanted):
             return
         where = _join(device)
-        fitted = fit(
-            sequences,
-            model_config,
-            train_config,
-            device=where,
-            checkpoint=checkpoint,
-            final=final,
-            progress=not quiet,
-        )
+        with _named_after("--data"):
+            fitted = fit(
+                sequences,
+                model_config,
+                train_config,
+                device=where,
+                checkpoint=checkpoint,
+                final=final,
+                progress=not quiet,
+            )
         result, rankings = fitted.result, fitted.rankings
     if not dist.is_initialized() or dist.get_rank() == 0:
         _write(result, rankings, output, ranks)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _named_after(option: str) -> Iterator[None]:
+    """Data that cannot be used are a bad ``option``."""
+    try:
+        yield
+    except DataError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _refuse_training_options(context: typer.Context, model: str) -> None:
@@ -500,7 +519,7 @@ def _baseline(sequences, name: str, final: bool):
     result = {"model": {"model": name}, "data": sequences.describe()}
     rankings = {}
     for part in ("validation", "test") if final else ("validation",):
-        split = sequences.split(part)
+        split = asking(sequences, part)
         rankings[part] = metrics.evaluate(split, score[name](split))
         result[part] = metrics.report(split, rankings[part])
     cpu = torch.device("cpu")

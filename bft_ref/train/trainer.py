@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bft_ref import checks, metrics
+from bft_ref.data.errors import DataError
 from bft_ref.data.sequences import Sequences, Split
 from bft_ref.models import ModelConfig, Recommender, build
 from bft_ref.train.batches import training_batches
@@ -33,6 +34,8 @@ class TrainConfig:
     the best epoch's weights are kept. ``precision_lr`` is Adam's rate for
     log τ and log Q; ``negatives`` are shared by a batch of ``batch``
     sequences; ``correct`` and ``calibration`` belong to the losses;
+    ``weight_decay`` is Adam's L2; ``clip`` > 0 is the largest norm that a
+    step's gradient, of all parameters together, may have (0: any);
     ``every_window`` trains on the whole of long sequences, not only on their
     end. ``mask_rate`` and ``last_rate`` are BERT4Rec's.
     """
@@ -64,7 +67,13 @@ class TrainConfig:
         checks.number("lr", self.lr, 0.0)
         checks.number("precision_lr", self.precision_lr, 0.0)
         checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
-        checks.number("calibration", self.calibration, 0.0, 1.0)
+        if not 0 <= self.calibration <= 1:
+            raise ValueError(
+                f"calibration: expected a number in [0, 1], got "
+                f"{self.calibration!r}"
+            )
+        if not self.clip >= 0:
+            raise ValueError(f"clip: expected >= 0, got {self.clip!r}")
 
 
 @dataclass
@@ -139,19 +148,20 @@ def fit(
     among the processes.
 
     Raises: ValueError for a checkpoint of another configuration, data or
-    number of processes, a model for another number of items, or a loss that
-    is no longer finite.
+    number of processes, a model for another number of items, an option that
+    nothing reads, or a loss that is no longer finite; DataError if no user
+    has the three items that it takes to be asked.
     """
     if model_config.n_items != sequences.n_items:
         raise ValueError(
             f"n_items: expected {sequences.n_items}, those of the data; got "
             f"{model_config.n_items}"
         )
-    _refuse_what_nothing_reads(model_config, config)
+    refuse_what_nothing_reads(model_config, config)
     device = torch.device(
         device or ("cuda" if torch.cuda.is_available() else "cpu")
     )
-    split = sequences.split("validation")
+    split = asking(sequences, "validation")
     torch.manual_seed(config.seed)
     model = build(model_config, split.frequency).to(device)
     optimizer = torch.optim.Adam(
@@ -243,7 +253,20 @@ def fit(
     return Fitted(model, result, rankings)
 
 
-def _refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig):
+def asking(sequences: Sequences, part: str) -> Split:
+    """The split. Raises: DataError if it has no question."""
+    split = sequences.split(part)
+    if not len(split.target):
+        raise DataError(
+            sequences.name or "data",
+            None,
+            "no user has three items, so nobody can be asked",
+        )
+    return split
+
+
+def refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig) -> None:
+    """Raises: ValueError for an option that model and loss do not read."""
     unread = {}
     if model.model != "bert4rec":
         unread["mask_rate"] = unread["last_rate"] = model.model

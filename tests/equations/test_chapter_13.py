@@ -137,10 +137,11 @@ def test_the_loss_is_too_small():
 @pytest.mark.parametrize("k", [1, 5, 10])
 def test_the_level_of_chance(k):
     """A constant scorer by the package, and random scores by drawing."""
-    target = np.arange(1, 31).repeat(100)
+    target = np.arange(1, 31).repeat(300)
     history = Sequences.of([[1 + t % 30] for t in target], n_items=30)
     C = 29
-    gain = sum(1 / math.log2(1 + r) for r in range(1, k + 1)) / C
+    gains = [1 / math.log2(1 + r) for r in range(1, k + 1)]
+    gain = sum(gains) / C
     flat = metrics.rank(torch.zeros(len(target), 31), target, history)
     assert (flat.candidates == C).all()
     found = flat.summary((k,), "expected")
@@ -151,8 +152,10 @@ def test_the_level_of_chance(k):
         len(target), 31, generator=torch.Generator().manual_seed(2)
     )
     drawn = metrics.rank(scores, target, history)
-    assert abs(drawn.hit(k).mean() - k / C) < 4 * 0.5 / len(target) ** 0.5
-    assert abs(drawn.ndcg(k).mean() - gain) < 4 * 0.5 / len(target) ** 0.5
+    spread = [k / C * (1 - k / C), sum(g**2 for g in gains) / C - gain**2]
+    hit_error, ndcg_error = np.sqrt(np.array(spread) / len(target))
+    assert abs(drawn.hit(k).mean() - k / C) < 4 * hit_error < k / C / 2
+    assert abs(drawn.ndcg(k).mean() - gain) < 4 * ndcg_error < gain / 2
 
 
 @equation(
