@@ -26,9 +26,9 @@ class BFTEncoder(nn.Module):
     Arguments: ``layer``, deep-copied ``num_layers`` times, so that all start
     from the same weights, as in PyTorch; ``norm``, a final module on the mean;
     ``initial_precision`` τ > 0 in 1/state²; ``checkpointing`` recomputes each
-    layer in the backward pass. The last layer's Q reaches the output precision
-    only: a loss on the mean alone gives it no gradient, so DDP needs
-    ``find_unused_parameters=True``.
+    layer in the backward pass. The last layer's Q reaches nothing but the
+    precision of the output, so a loss on the mean alone gives it no gradient,
+    and DDP needs ``find_unused_parameters=True``.
     Equation (9.5).
     """
 
