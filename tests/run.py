@@ -24,7 +24,7 @@ CHECKS = {
     "tests": [
         "pytest",
         *["-q", "-n", "2", "--dist", "loadfile", "--durations", "5"],
-        *["--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"],
+        *["--nbval", "--nbval-current-env", "--nbval-cell-timeout", "300"],
         *["--nbval-sanitize-with", "tests/sanitize.cfg"],
         "tests",
         *[str(path.relative_to(ROOT)) for path in NOTEBOOKS],
