@@ -49,7 +49,8 @@ test: $(VENV)/test.stamp
 notebooks: $(VENV)/test.stamp
 	@$(BIN)/python book/site/repo.py
 	@BFT_FACTS=record $(BIN)/python -m bft_ref.book.execute \
-	  $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb))
+	  $(or $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb)), \
+	  $(error ONLY: no notebook begins with '$(ONLY)'))
 
 set-repo: $(VENV)/build.stamp
 	@$(BIN)/python book/site/repo.py $(if $(REPO),--set "$(REPO)") \
