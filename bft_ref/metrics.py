@@ -183,14 +183,16 @@ def quartiles(values: NDArray) -> tuple[list[float], NDArray[np.int64]]:
 
 
 def strata(split: Split) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
-    """(kind, label, mask over users) by target frequency and by history.
+    """(kind, label, mask over users): ``frequency``, ``history``, ``last``.
 
     Quartiles over the asked users, of the target's frequency in the training
-    data and of the length of the history.
+    data, of the length of the history, and of the frequency of its last item.
     """
+    end = split.history.offsets[1:] - 1
     for kind, values in [
         ("frequency", split.frequency[split.target]),
         ("history", split.history.lengths),
+        ("last", split.frequency[split.history.items[end]]),
     ]:
         cuts, member = quartiles(values)
         low = 0
@@ -214,6 +216,18 @@ def membership(split: Split) -> dict:
         entry["labels"].append(label)
     for entry in found.values():
         entry["of_user"] = "".join(entry["of_user"])
+    return found
+
+
+def by_stratum(split: Split, ranking: Ranking) -> dict[str, list[float]]:
+    """HR@10 and NDCG@10 in the four strata of each kind, for a curve.
+
+    Keys such as ``"NDCG@10 by last"``; NaN where nobody is asked.
+    """
+    found: dict[str, list[float]] = {}
+    for kind, _, mask in strata(split):
+        for name, value in ranking.take(mask).summary().items():
+            found.setdefault(f"{name} by {kind}", []).append(value)
     return found
 
 

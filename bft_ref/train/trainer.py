@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,7 @@ def fit(
     device: str | torch.device | None = None,
     checkpoint: str | Path | None = None,
     final: bool = False,
+    read_at: Iterable[int] = (),
     progress: bool = True,
     on_epoch: Callable[[dict], None] | None = None,
 ) -> Fitted:
@@ -144,14 +145,22 @@ def fit(
     a run that finds one goes on from it, to the same result as a run never
     interrupted: every epoch draws from its own seed. ``final`` ranks the test
     targets too, once, with the weights chosen on validation; without it the
-    test items are not looked at. Under ``torchrun`` each batch is shared out
+    test items are not looked at. ``read_at`` names epochs whose weights are
+    reported as well, under ``at``, whichever epoch is best: arms can then be
+    compared after equal training. Under ``torchrun`` each batch is shared out
     among the processes.
 
     Raises: ValueError for a checkpoint of another configuration, data or
     number of processes, a model for another number of items, an option that
-    nothing reads, or a loss that is no longer finite; DataError if no user
-    has the three items that it takes to be asked.
+    nothing reads, an epoch to be read that is not reached, or a loss that is
+    no longer finite; DataError if no user has the three items that it takes
+    to be asked.
     """
+    read_at = sorted(set(read_at))
+    if not all(1 <= epoch <= config.epochs for epoch in read_at):
+        raise ValueError(
+            f"read_at: expected epochs in 1…{config.epochs}, got {read_at}"
+        )
     if model_config.n_items != sequences.n_items:
         raise ValueError(
             f"n_items: expected {sequences.n_items}, those of the data; got "
@@ -199,13 +208,16 @@ def fit(
         record = {"epoch": epoch + 1, "loss": loss, "steps": steps}
         last = epoch + 1 == config.epochs
         if last or (epoch + 1) % config.evaluate_every == 0:
-            found = evaluate(model, split, device).summary()
-            record |= found
+            ranking = evaluate(model, split, device)
+            found = ranking.summary()
+            record |= found | metrics.by_stratum(split, ranking)
             state.keep_best(found["NDCG@10"])
             epochs.set_postfix(loss=f"{loss:.3f}", **_rounded(found))
         record["train_seconds"] = round(trained - began, 3)
         record["train_cpu_seconds"] = round(busy - worked, 3)
         record["evaluate_seconds"] = round(time.perf_counter() - trained, 3)
+        if epoch + 1 in read_at:
+            state.keep(epoch + 1)
         state.finish(record)
         if path is not None and _rank() == 0:
             state.save(path)
@@ -213,6 +225,22 @@ def fit(
             on_epoch(record)
     epochs.close()
     peak = peak_memory(device)  # before the analyses, which only filters have
+    lost = [epoch for epoch in read_at if epoch not in state.kept]
+    if lost:
+        raise ValueError(
+            f"read_at: expected epochs that were trained and kept, got {lost} "
+            f"of a run of {state.epoch} epochs"
+        )
+    parts = {"validation": split}
+    if final:
+        parts["test"] = sequences.split("test")
+    at: dict[str, dict] = {}
+    for epoch in read_at:
+        model.load_state_dict(state.kept[epoch])
+        at[str(epoch)] = {
+            name: metrics.report(part, evaluate(model, part, device))
+            for name, part in parts.items()
+        }
     model.load_state_dict(state.best or model.state_dict())
     result = {
         **identity,
@@ -232,9 +260,8 @@ def fit(
         "cpu_seconds_per_epoch": _typical(state.history, "train_cpu_seconds"),
         "history": state.history,
     }
-    parts = {"validation": split}
-    if final:
-        parts["test"] = sequences.split("test")
+    if at:
+        result["at"] = at
     rankings = {}
     for name, part in parts.items():
         rankings[name] = evaluate(model, part, device)
@@ -288,15 +315,22 @@ class _State:
         self.epoch, self.stale = 0, 0
         self.best, self.best_value, self.best_epoch = None, -math.inf, 0
         self.history: list[dict] = []
+        self.kept: dict[int, dict] = {}  # weights of epochs to be reported
         #: versions of the code, as they were when each began to work on it
         self.code = [code_version()]
 
+    def weights(self) -> dict:
+        return {
+            name: x.detach().clone()
+            for name, x in self.model.state_dict().items()
+        }
+
+    def keep(self, epoch: int):
+        self.kept[epoch] = self.weights()
+
     def keep_best(self, value: float):
         if value > self.best_value:
-            self.best = {
-                name: x.detach().clone()
-                for name, x in self.model.state_dict().items()
-            }
+            self.best = self.weights()
             self.best_value, self.best_epoch = value, self.epoch + 1
             self.stale = 0
         else:
@@ -315,6 +349,7 @@ class _State:
             "best_value",
             "best_epoch",
             "history",
+            "kept",
             "code",
         )
         torch.save(
