@@ -2,8 +2,9 @@
 
 Interchangeable ways behind one function, all tested equal to the reference:
 
-``materialised``  the reference itself, the only one with dropout on the
-    weights, per-query masks or weights returned.
+``materialised``  the reference itself, the only one that returns the weights,
+    gives a float mask its gradient, and can be differentiated in forward
+    mode or by ``torch.func``.
 ``blocked``       a block of rows at a time, recomputed in the backward pass:
     exact, any device, memory linear in T. Every sum over keys that kriging
     needs is a value column, v, v² and c, and the precision is one more
@@ -13,17 +14,25 @@ Interchangeable ways behind one function, all tested equal to the reference:
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bft_ref import checks
 from bft_ref.belief import wide
-from bft_ref.fused import weighted_columns
-from bft_ref.kriging import Kriging, check_attention, kriging_attention
+from bft_ref.fused import reverse_mode_only, weighted_columns
+from bft_ref.kriging import (
+    Kriging,
+    check_attention,
+    hidden_and_bias,
+    kriging_attention,
+    repeat_heads,
+    saturate,
+    settle,
+)
 
 IMPLEMENTATIONS = ("materialised", "blocked", "flex")
-HIDDEN = -1e6  # log precision of a hidden key, relative to the best one
 
 
 def attend(
@@ -34,6 +43,7 @@ def attend(
     *,
     neighbour_variance: Tensor | None = None,
     feature_weights: Tensor | None = None,
+    center: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -44,9 +54,11 @@ def attend(
 ) -> Kriging:
     """:func:`bft_ref.kriging.kriging_attention`, whichever way is fastest.
 
-    Shapes: as there; ``key_padding_mask`` (B, S), True (or −inf) where a key
-    may not be seen. Values are centred at the first key that may be seen,
-    which leaves every result unchanged but for rounding.
+    Shapes: as there; ``key_padding_mask`` (B, S), True where a key may not
+    be seen, or a float added to its scores, −1e9 and below to hide it.
+    ``center`` matters for speed too: without it the dispersion is summed in
+    float64 (not so in ``flex``, which keeps to the dtype of the query).
+    A hidden key changes no bit of what does not see it, up to sizes of 1e30.
     Raises: ValueError where the way asked for cannot do what is asked.
     Equations (10.1), (10.3), (10.4).
     """
@@ -59,242 +71,291 @@ def attend(
         feature_weights,
     )
     checks.choice("implementation", implementation, ("auto", *IMPLEMENTATIONS))
-    padding = _key_bias(key_padding_mask, key)
-    needs_weights = [
-        name
-        for name, needed in [
-            ("dropout_p", dropout_p > 0),
-            ("attn_mask", attn_mask is not None),
-            ("keep_weights", keep_weights),
-            ("is_causal", is_causal and query.shape[-2] != key.shape[-2]),
-        ]
-        if needed
-    ]
-    if implementation == "auto":
-        implementation = _choose(query, key, bool(needs_weights))
-    elif implementation != "materialised" and needs_weights:
-        raise ValueError(
-            f"implementation: {implementation!r} never holds the weights, "
-            f"which {', '.join(needs_weights)} needs; use 'materialised'"
-        )
-    # One batch-wide centre would do; one per sequence is closer. It is
-    # detached: D does not depend on it.
-    center = _first_seen(value, padding)
-    options = {
-        "neighbour_variance": neighbour_variance,
-        "feature_weights": feature_weights,
-    }
+    masks, bias = _masks(key_padding_mask, attn_mask, query, key)
+    way = _choose(
+        implementation,
+        query,
+        key,
+        weights=[
+            name
+            for name, needed in [
+                ("keep_weights", keep_weights),
+                (
+                    "the gradient of attn_mask",
+                    any(x.requires_grad for x in masks),
+                ),
+                (
+                    "forward mode or torch.func",
+                    reverse_mode_only(query, key, value, log_token_precision),
+                ),
+            ]
+            if needed
+        ],
+        columns=[
+            name
+            for name, needed in [
+                ("dropout_p", dropout_p > 0),
+                ("attn_mask", attn_mask is not None),
+            ]
+            if needed
+        ],
+    )
+    log_precision = wide(log_token_precision)
+    log_precision = log_precision if bias is None else log_precision + bias
+    options = _Options(
+        neighbour_variance, feature_weights, center, is_causal, dropout_p
+    )
     with torch.autocast(query.device.type, enabled=False):
-        if implementation == "materialised":
-            return _materialised(
+        if way == "materialised":
+            visible = _as_one(masks)
+            result = kriging_attention(
                 query,
                 key,
                 value,
-                log_token_precision,
-                padding,
-                attn_mask,
-                center=center,
-                is_causal=is_causal,
-                dropout_p=dropout_p,
-                n_eff_gradient=n_eff_gradient,
-                keep_weights=keep_weights,
-                **options,
+                log_precision,
+                attn_mask=visible,
+                **options._asdict(),
             )
-        return _by_columns(
-            KERNELS[implementation],
-            query,
-            key,
-            value,
-            log_token_precision,
-            padding,
-            center,
-            is_causal,
-            n_eff_gradient,
-            **options,
-        )
-
-
-def _choose(query: Tensor, key: Tensor, needs_weights: bool) -> str:
-    if needs_weights:
-        return "materialised"
-    long = query.shape[-2] * key.shape[-2] > 1024 * 1024
-    return "flex" if query.device.type == "cuda" and long else "blocked"
-
-
-def _key_bias(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Float (B, S): what is added to the scores of each key."""
-    if mask is None:
-        return None
-    checks.mask("key_padding_mask", mask, [key.shape[0], key.shape[-2]])
-    checks.shape("key_padding_mask", mask, [key.shape[0], key.shape[-2]])
-    bias = torch.zeros(mask.shape, dtype=wide(key).dtype, device=key.device)
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(mask, -torch.inf)
-    hidden = mask <= torch.finfo(mask.dtype).min
-    # a finite bias stays far above that of a hidden key
-    return (bias + wide(mask).clamp(min=HIDDEN / 10)).masked_fill(
-        hidden, -torch.inf
-    )
-
-
-def _first_seen(value: Tensor, padding: Tensor | None) -> Tensor:
-    """(B, H_kv, 1, d): the value at the first key that is not hidden."""
-    if padding is None:
-        return value[:, :, :1].detach()
-    first = (padding > -torch.inf).int().argmax(-1)
-    index = first[:, None, None, None].expand(
-        -1, value.shape[1], 1, value.shape[-1]
-    )
-    return value.detach().gather(2, index)
-
-
-def _materialised(
-    query,
-    key,
-    value,
-    log_precision,
-    padding,
-    attn_mask,
-    *,
-    n_eff_gradient,
-    keep_weights,
-    **options,
-) -> Kriging:
-    if padding is not None:
-        seen = (padding > -torch.inf)[:, None, None]
-        # a float bias shifts the log precision; hidden keys are masked
-        log_precision = log_precision + padding.clamp(min=HIDDEN)
-        if attn_mask is None:
-            attn_mask = seen
-        elif attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask & seen
+            if not keep_weights:
+                result = result._replace(weights=None)
         else:
-            attn_mask = torch.where(seen, attn_mask, -torch.inf)
-    result = kriging_attention(
-        query, key, value, log_precision, attn_mask=attn_mask, **options
-    )
+            result = _by_columns(
+                KERNELS[way], query, key, value, log_precision, masks, options
+            )
     if not n_eff_gradient:
         result = result._replace(n_eff=result.n_eff.detach())
-    return result if keep_weights else result._replace(weights=None)
+    return result
+
+
+class _Options(NamedTuple):
+    """What :func:`kriging_attention` and the columns read alike."""
+
+    neighbour_variance: Tensor | None
+    feature_weights: Tensor | None
+    center: Tensor | None
+    is_causal: bool
+    dropout_p: float
+
+
+def _choose(
+    asked: str,
+    query: Tensor,
+    key: Tensor,
+    weights: list[str],
+    columns: list[str],
+) -> str:
+    """The way to go: ``weights`` and ``columns`` rule out others than these.
+
+    Raises: ValueError if that is the one asked for.
+    """
+    if asked == "auto":
+        if weights:
+            return "materialised"
+        on_gpu = query.device.type == "cuda" and not columns
+        long = on_gpu and query.shape[-2] * key.shape[-2] > 1024 * 1024
+        return "flex" if long else "blocked"
+    if weights and asked != "materialised":
+        raise ValueError(
+            f"implementation: {asked!r} never holds the weights, which "
+            f"{', '.join(weights)} needs; use 'materialised'"
+        )
+    if columns and asked == "flex":
+        raise ValueError(
+            f"implementation: 'flex' cannot do {', '.join(columns)}; use "
+            "'blocked'"
+        )
+    return asked
+
+
+def _masks(
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[list[Tensor], Tensor | None]:
+    """What hides (bool) or is added (float), (B or 1, H or 1, T or 1, S).
+
+    A float for each key is handed back apart, (B, S): it adds to log λ̄.
+    """
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[-2]
+    masks, bias = [], None
+    if key_padding_mask is not None:
+        padding = ("key_padding_mask", key_padding_mask)
+        checks.mask(*padding, [batch, keys])
+        checks.shape(*padding, [batch, keys])
+        hidden = key_padding_mask
+        if hidden.dtype != torch.bool:
+            hidden, bias = hidden_and_bias(hidden)
+        masks.append(hidden[:, None, None])
+    if attn_mask is not None:
+        onto = [batch, heads, queries, keys]
+        checks.mask("attn_mask", attn_mask, onto, "visible")
+        while attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
+        attn_mask = attn_mask.expand(-1, -1, -1, keys)
+        if attn_mask.dtype == torch.bool:
+            masks.append(~attn_mask)
+        else:
+            masks += hidden_and_bias(attn_mask)
+    return masks, bias
+
+
+def _as_one(masks: list[Tensor]) -> Tensor | None:
+    """One mask for the reference: True, or a number, where visible."""
+    if not masks:
+        return None
+    hidden = [x for x in masks if x.dtype == torch.bool]
+    covered = hidden[0] if len(hidden) == 1 else hidden[0] | hidden[1]
+    for bias in masks:
+        if bias.dtype != torch.bool:
+            return torch.where(covered, -torch.inf, bias)
+    return ~covered
 
 
 def _by_columns(
     kernel,
-    query,
-    key,
-    value,
-    log_precision,
-    padding,
-    center,
-    is_causal,
-    n_eff_gradient,
-    neighbour_variance,
-    feature_weights,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_precision: Tensor,
+    masks: list[Tensor],
+    options: _Options,
 ) -> Kriging:
     """Everything as value columns of one fused pass, n_eff by a second."""
-    heads = query.shape[1]
-    groups = heads // key.shape[1]
-    key, value, center = (
-        x.repeat_interleave(groups, 1) if groups > 1 else x
-        for x in (key, value, center)
-    )
-    bias = wide(log_precision)
-    hidden = None
-    if padding is not None:
-        hidden = padding == -torch.inf
-        bias = bias + padding.masked_fill(hidden, 0.0)
-        best = bias.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
-        bias = bias - best.detach().clamp(min=torch.finfo(bias.dtype).min)
-        bias = bias.masked_fill(hidden, HIDDEN)
-    else:
-        bias = bias - bias.detach().amax(-1, keepdim=True)
-    u = wide(value) - wide(center)
-    if feature_weights is None:
-        squares = u.square()
-    else:
-        w = wide(feature_weights).unsqueeze(-2)
-        squares = (u.square() * w).sum(-1, True)
-    columns = [u, squares]
-    if neighbour_variance is not None:
-        c = wide(neighbour_variance)[:, None, :, None]
-        columns.append(c.expand(-1, heads, -1, -1))
+    neighbours, weights, center, is_causal, dropout_p = options
+    groups = query.shape[1] // key.shape[1]
+    key = repeat_heads(key, groups)
+    middle = wide(center if center is not None else _first_seen(value, masks))
+    u = repeat_heads(saturate(wide(value) - middle), groups)
+
+    def squares_of(u):
+        if weights is None:
+            return u.square()
+        w = weights.to(u.dtype).unsqueeze(-2)
+        return (u.square() * w).sum(-1, True)
+
+    columns = [u, squares_of(u)]
+    if neighbours is not None:
+        c = wide(neighbours)[:, None, :, None]
+        columns.append(c.expand(-1, u.shape[1], -1, -1))
     widths = [x.shape[-1] for x in columns]
-    out, squares = kernel(
-        query, key, bias, torch.cat(columns, -1), is_causal, n_eff_gradient
+    d, thinned = widths[0], 0
+    if dropout_p > 0:  # the mean alone, and how much of the centre is in it
+        columns = [u, torch.ones_like(u[..., :1]), *columns]
+        thinned = d + 1
+    inputs = (query, key, log_precision)
+    seen = (masks, is_causal)
+    out, sharing = kernel(
+        *inputs,
+        torch.cat(columns, -1),
+        *seen,
+        dropout_p=dropout_p,
+        thinned=thinned,
     )
-    mean, spread, *rest = out[..., : sum(widths)].split(widths, -1)
-    if feature_weights is None:
-        spread = spread - mean.square()
+    mean, second, *rest = out[..., thinned:].split(widths, -1)
+    empty = sharing == 0  # not "> 0": NaN must stay NaN
+    n_eff = 1 / torch.where(empty, 1.0, sharing)
+    n_eff = torch.where(empty, 0.0, n_eff.clamp(1.0, key.shape[-2]))
+
+    def in_float64(rows):
+        v = u.double()
+        pair = torch.cat([v, squares_of(v)], -1)
+        again, _ = kernel(*inputs, pair, *seen, rows=rows)
+        first, second = again.tensor_split([v.shape[-1]], -1)
+        return second - squares_of(first)
+
+    spread = second - squares_of(mean)
+    if kernel is _blocked:
+        spread = settle(spread, second, n_eff, in_float64, center is None)
     else:
-        spread = spread - (mean.square() * w).sum(-1, True)
-    n_eff = (1 / squares).clamp(1.0, key.shape[-2])
-    mean = mean + wide(center)
-    neighbours = rest[0].squeeze(-1) if rest else torch.ones_like(n_eff)
-    if hidden is not None:
-        empty = _sees_nothing(~hidden, query.shape[-2], is_causal)
-        n_eff = n_eff.masked_fill(empty, 0.0)
-        mean = mean.masked_fill(empty.unsqueeze(-1), 0.0)
-        spread = spread.masked_fill(empty.unsqueeze(-1), 0.0)
-        neighbours = neighbours.masked_fill(empty, 0.0)
-    return Kriging(mean, spread.clamp(min=0.0), n_eff, neighbours, None)
+        spread = spread.clamp(min=0.0)
+    sees = (~empty).to(u.dtype)
+    share = sees.unsqueeze(-1)
+    if thinned:
+        mean, share = out[..., :d], out[..., d:thinned]
+    mean = mean + share * repeat_heads(middle, groups)
+    said = rest[0].squeeze(-1) if rest else sees
+    return Kriging(mean, spread, n_eff, said, None)
 
 
-def _sees_nothing(visible: Tensor, queries: int, is_causal: bool) -> Tensor:
-    """(B, 1, T): rows without a visible key, in O(T)."""
-    if is_causal:
-        return (visible.cumsum(-1) == 0).unsqueeze(1)
-    return ~visible.any(-1, keepdim=True).unsqueeze(1).expand(-1, 1, queries)
+def _first_seen(value: Tensor, masks: list[Tensor]) -> Tensor:
+    """(B, H_kv, 1, d): the value at the first key that is not hidden.
+
+    Zero where each query sees keys of its own.
+    """
+    if not masks:
+        return value[:, :, :1].detach()
+    if len(masks) > 1 or masks[0].shape[1:3] != (1, 1):
+        return torch.zeros_like(value[:, :, :1])
+    first = (~masks[0]).int().argmax(-1, keepdim=True)
+    index = first.expand(len(value), value.shape[1], 1, value.shape[-1])
+    return value.detach().gather(2, index)
 
 
-def _blocked(query, key, bias, columns, is_causal, n_eff_gradient):
+def _blocked(
+    query,
+    key,
+    bias,
+    columns,
+    masks,
+    is_causal,
+    *,
+    dropout_p=0.0,
+    thinned=0,
+    rows=None,
+):
     """Columns and Σα̃² by blocks of rows; q' = [q, 1], k' = [k, √d_h log λ̄]."""
     scale = query.shape[-1] ** -0.5
-    q = torch.cat([wide(query), torch.ones_like(wide(query[..., :1]))], -1)
+    query, key = (saturate(wide(x)) for x in (query, key))
+    q = torch.cat([query, torch.ones_like(query[..., :1])], -1)
     b = (bias / scale)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
-    k = torch.cat([wide(key), b], -1)
-    flat = (x.flatten(0, 1) for x in (q, k, columns))
-    out, squares, _ = weighted_columns(*flat, is_causal, scale)
-    if not n_eff_gradient:
-        squares = squares.detach()
+    k = torch.cat([key, b], -1)
+    out, squares, _ = weighted_columns(
+        *(x.flatten(0, 1) for x in (q, k, columns)),
+        is_causal,
+        scale,
+        masks=masks,
+        heads=query.shape[1],
+        dropout_p=dropout_p,
+        thinned=thinned,
+        rows=None if rows is None else rows.flatten(0, 1),
+    )
     batch = query.shape[:2]
     return out.unflatten(0, batch), squares.unflatten(0, batch)
 
 
-def _flex(query, key, bias, columns, is_causal, n_eff_gradient):
+def _flex(query, key, bias, columns, masks, is_causal, **_):
     """Columns and log-sum-exps by FlexAttention."""
+    from torch.nn.attention.flex_attention import AuxRequest
 
-    def weighted(score, b, h, q_index, k_index):
-        return score + bias[b, k_index]
+    hidden = masks[0][:, 0, 0] if masks else None
+    # squares leave float16, whose largest number is 65504
+    kind = torch.float32 if query.dtype == torch.float16 else query.dtype
+    query, key, columns = (x.to(kind) for x in (query, key, columns))
 
-    def doubled(score, b, h, q_index, k_index):
-        return 2 * (score + bias[b, k_index])
+    def score(score, b, h, q_index, k_index):
+        score = score + bias[b, k_index]
+        if hidden is None:
+            return score
+        return torch.where(hidden[b, k_index], -torch.inf, score)
+
+    def doubled(s, b, h, q_index, k_index):
+        return 2 * score(s, b, h, q_index, k_index)
 
     flex = _compiled_flex(query.device.type)
-    block_mask = (
-        _causal_blocks(query.shape[-2], key.shape[-2], query.device)
-        if is_causal
-        else None
-    )
-    kind = query.dtype
-    out, lse = flex(
-        query,
-        key,
-        columns.to(kind),
-        score_mod=weighted,
-        block_mask=block_mask,
-        return_lse=True,
-    )
-    if not n_eff_gradient:
-        query, key, bias, lse = (x.detach() for x in (query, key, bias, lse))
-    _, lse2 = flex(
-        query,
-        key,
-        torch.zeros_like(key[..., :16]),
-        score_mod=doubled,
-        block_mask=block_mask,
-        return_lse=True,
-    )
-    return wide(out), (lse2 - 2 * lse).exp()
+    block_mask = None
+    if is_causal:
+        block_mask = _causal_blocks(
+            query.shape[-2], key.shape[-2], query.device
+        )
+    options = {"block_mask": block_mask, "return_aux": AuxRequest(lse=True)}
+    out, aux = flex(query, key, columns, score_mod=score, **options)
+    narrow = torch.zeros_like(key[..., :16])
+    _, aux2 = flex(query, key, narrow, score_mod=doubled, **options)
+    empty = aux.lse == -torch.inf
+    lse, lse2 = (torch.where(empty, 0.0, x) for x in (aux.lse, aux2.lse))
+    return wide(out), torch.where(empty, 0.0, (lse2 - 2 * lse).exp())
 
 
 @cache
@@ -311,7 +372,9 @@ def _causal_blocks(queries: int, keys: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(
-        lambda b, h, q, k: q >= k, None, None, queries, keys, device=device
+        lambda b, h, q, k: q + keys - queries >= k,
+        *(None, None, queries, keys),
+        device=device,
     )
 
 

@@ -148,7 +148,7 @@ def _columns_grad_flop(
     go, gs, q, k, v, out, sq, lse, is_causal, *args, out_shape=None, **kwargs
 ) -> int:
     (n, t, d), s, c = q, k[1], v[2]
-    flop = n * t * s * 2 * ((d + 1) + c + (c + 1) + 2 * d)
+    flop = n * t * s * 2 * (d + c + (c + 1) + 2 * d)
     return flop // (2 if is_causal else 1)
 
 

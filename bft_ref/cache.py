@@ -1,5 +1,8 @@
 """A key/value cache that carries the precision."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -51,3 +54,15 @@ class KeyValueCache:
             )
         self._state = new
         return new
+
+
+@contextmanager
+def all_or_nothing(caches: Sequence[KeyValueCache]) -> Iterator[None]:
+    """If what is done with the caches fails, they are as they were."""
+    before = [cache._state for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, state in zip(caches, before, strict=True):
+            cache._state = state
+        raise

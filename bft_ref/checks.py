@@ -24,6 +24,14 @@ def _every(condition: Tensor) -> bool:
         return True
 
 
+def some(condition: Tensor) -> bool:
+    """Whether any entry holds; True where values cannot be read."""
+    try:
+        return bool(condition.any())
+    except RuntimeError:  # inside torch.func.vmap
+        return True
+
+
 def floating(name: str, x: Tensor) -> Tensor:
     """Raise TypeError unless ``x`` is a tensor of real floating dtype."""
     if not isinstance(x, Tensor):
@@ -89,18 +97,24 @@ def shape(
     return x
 
 
-def mask(name: str, x: Tensor, onto: Iterable[int]) -> Tensor:
+def mask(
+    name: str, x: Tensor, onto: Iterable[int], true: str = "hidden"
+) -> Tensor:
     """Raise unless ``x`` is a boolean or float mask that fits a shape.
 
-    TypeError for another dtype: 0 and 1 of an integer mask would be added to
-    the scores. ValueError for the shape, and for NaN or +inf.
+    ``true`` says what True means: ``hidden`` or ``visible``. TypeError for
+    another dtype: 0 and 1 of an integer mask would be added to the scores.
+    ValueError for the shape, and for NaN or +inf.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.dtype != torch.bool and not x.is_floating_point():
+        keep = "== 0" if true == "hidden" else "!= 0"
         raise TypeError(
-            f"{name}: expected a boolean or floating mask, got {x.dtype}; "
-            f"convert it with {name}.bool()"
+            f"{name}: expected a boolean mask, True where a token is {true}, "
+            f"or a float mask, added to the scores; got {x.dtype}. If 1 means "
+            f"visible, as in Hugging Face's attention_mask, pass "
+            f"{name} {keep}"
         )
     want = tuple(onto)
     try:

@@ -11,11 +11,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bft_ref import checks
 from bft_ref.belief import wide
-from bft_ref.fused import LayerNorm, bend, bent_feed_forward
+from bft_ref.fused import (
+    LayerNorm,
+    bend,
+    bent_feed_forward,
+    reverse_mode_only,
+)
+from bft_ref.linear_maps import is_watched
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -34,14 +40,15 @@ def value_and_slope(
 
     Closed forms for the common ones, forward-mode differentiation otherwise.
     """
-    if activation is F.gelu:
+    name = _name(activation)
+    if name == "gelu":
         cdf = torch.special.ndtr(a)
         density = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
         return a * cdf, cdf + a * density
-    name = _name(activation)
     if name is not None:
         return bend(name, a)
-    return _jvp(activation, a, torch.ones_like(a))
+    # of a copy: an activation may work in place, and a is needed afterwards
+    return _jvp(lambda x: activation(x.clone()), a, torch.ones_like(a))
 
 
 def _jvp(
@@ -53,7 +60,7 @@ def _jvp(
 
 def _name(activation: Activation) -> str | None:
     """The name of an activation whose second derivative is written out."""
-    named = {
+    named: dict[Activation, str] = {
         F.gelu: "gelu",
         F.relu: "relu",
         torch.relu: "relu",
@@ -61,7 +68,19 @@ def _name(activation: Activation) -> str | None:
         torch.tanh: "tanh",
         F.tanh: "tanh",
     }
-    return named.get(activation)
+    if not isinstance(activation, nn.Module):
+        return named.get(activation)
+    if is_watched(activation) or (
+        isinstance(activation, nn.GELU) and activation.approximate != "none"
+    ):
+        return None
+    modules: dict[type[nn.Module], str] = {
+        nn.GELU: "gelu",
+        nn.ReLU: "relu",
+        nn.SiLU: "silu",
+        nn.Tanh: "tanh",
+    }
+    return modules.get(type(activation))
 
 
 class Normalised(NamedTuple):
@@ -97,17 +116,24 @@ def normalise(
     """LayerNorm (``centred``) or RMSNorm of x (..., d), with its scale.
 
     ``fused=False`` keeps from PyTorch's kernel, whose forward-mode
-    derivative has a wrong gradient (torch 2.13).
+    derivative has a wrong gradient (torch 2.13). A state whose square would
+    overflow is divided by a power of two first, which its output and, times
+    that power, its scale do not notice.
     """
     w = wide(x)
+    fused = fused and not reverse_mode_only(w)
+    tame = 400 if w.dtype == torch.float64 else 40
+    peak = torch.linalg.vector_norm(w.detach(), torch.inf, -1, True)
+    shrink = torch.exp2(torch.floor(torch.log2(peak)) - tame).clamp(min=1.0)
+    w = w / shrink
     if centred and fused:
         z, scale, *_ = LayerNorm.apply(w, eps)
-        return Normalised(z, scale, gamma, beta, centred)
+        return Normalised(z, scale * shrink, gamma, beta, centred)
     if centred:
         w = w - w.mean(-1, keepdim=True)
     scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
     z = F.rms_norm(w, w.shape[-1:], eps=eps) if fused else w / scale
-    return Normalised(z, scale, gamma, beta, centred)
+    return Normalised(z, scale * shrink, gamma, beta, centred)
 
 
 class FeedForward(NamedTuple):
@@ -147,18 +173,27 @@ def feed_forward(
     """
     a = F.linear(x, w_in, b_in)
     shift = None if norm is None else _constant(w_in, b_in, norm)
-    if gated:
-        g, u = a.chunk(2, -1)
-        phi, slope = value_and_slope(activation, g)
-        hidden, slope = phi * u, torch.cat([slope * u, phi], -1)
-        tiled = torch.cat([w_out, w_out], 1)
-    else:
-        hidden, slope = value_and_slope(activation, a)
-        tiled = w_out
+    hidden, slope = hidden_and_slope(a, activation, gated)
     radial = None if shift is None else slope * (a - shift)
     hidden = torch.dropout(hidden, dropout_p, dropout_p > 0)
     output = F.linear(hidden, w_out, b_out)
-    return FeedForward(output, slope, w_in, tiled, radial)
+    return FeedForward(output, slope, w_in, tiled(w_out, gated), radial)
+
+
+def hidden_and_slope(
+    a: Tensor, activation: Activation, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """What W₂ is given, (..., f), and p, (..., f) or (..., 2f) if gated."""
+    if not gated:
+        return value_and_slope(activation, a)
+    g, u = a.chunk(2, -1)
+    phi, slope = value_and_slope(activation, g)
+    return phi * u, torch.cat([slope * u, phi], -1)
+
+
+def tiled(w_out: Tensor, gated: bool) -> Tensor:
+    """W₂ (d, f), or twice side by side (d, 2f) where p has both halves."""
+    return torch.cat([w_out, w_out], 1) if gated else w_out
 
 
 def _constant(w_in: Tensor, b_in: Tensor | None, norm: Normalised) -> Tensor:
@@ -255,8 +290,13 @@ def feed_forward_jacobian(
     """
     exact = exact and norm is not None
     name = None if gated else _name(activation)
-    plain = x.device.type != "cpu" or x.dtype != w_in.dtype
-    if name is None or plain or torch.is_autocast_enabled(x.device.type):
+    plain = (
+        x.device.type != "cpu"
+        or x.dtype != w_in.dtype
+        or torch.is_autocast_enabled(x.device.type)
+        or reverse_mode_only(x, w_in, w_out)
+    )
+    if name is None or plain:
         ffn = feed_forward(
             x,
             w_in,
@@ -275,7 +315,7 @@ def feed_forward_jacobian(
         columns = columns.sum(1, True)
     keep = None
     if dropout_p > 0:
-        ones = x.new_ones(x.shape[:-1].numel(), w_in.shape[0])
+        ones = x.new_ones(*x.shape[:-1], w_in.shape[0]).flatten(0, -2)
         keep = torch.dropout(ones, dropout_p, True)
     bias = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
     shift = _constant(w_in, b_in, norm) if norm is not None and exact else None

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bft_ref import checks
 from bft_ref.belief import Belief
-from bft_ref.cache import KeyValueCache
+from bft_ref.cache import KeyValueCache, all_or_nothing
 from bft_ref.layer import BFTConfig, BFTLayer, LayerTrace
 
 
@@ -76,37 +76,26 @@ class BFTEncoder(nn.Module):
         With the unit prior, τ → 0 and Q → ∞ a pre-norm encoder is the plain
         one. Post-norm gains tend to 1 too, but there λ̄ stays unequal, and in
         the weights, as each norm divides by a token's own scale after Q.
-        Raises: TypeError for anything but nn.TransformerEncoder.
+        Each layer keeps its own activation, dropout and epsilons.
+        Raises: TypeError for anything but nn.TransformerEncoder, or a layer
+        of another class than PyTorch's own; ValueError for a layer whose
+        dropouts differ.
         """
         if not isinstance(encoder, nn.TransformerEncoder):
             raise TypeError(
                 "encoder: expected nn.TransformerEncoder, got "
                 f"{type(encoder).__name__}"
             )
-        plain = encoder.layers[0]
-        weight = plain.linear1.weight
-        layer = BFTLayer(
-            plain.self_attn.embed_dim,
-            plain.self_attn.num_heads,
-            plain.linear1.out_features,
-            plain.dropout.p,
-            plain.activation,
-            plain.norm1.eps,
-            plain.self_attn.batch_first,
-            plain.norm_first,
-            plain.linear1.bias is not None,
-            weight.device,
-            weight.dtype,
-            config=config,
-        )
+        layers = [
+            BFTLayer.from_torch(layer, config) for layer in encoder.layers
+        ]
         result = cls(
-            layer,
-            len(encoder.layers),
+            layers[0],
+            len(layers),
             copy.deepcopy(encoder.norm),
             initial_precision=initial_precision,
         )
-        for ours, theirs in zip(result.layers, encoder.layers, strict=True):
-            ours.load_state_dict(theirs.state_dict())
+        result.layers = nn.ModuleList(layers)
         return result.train(encoder.training)
 
     def forward(
@@ -144,19 +133,20 @@ class BFTEncoder(nn.Module):
         else:
             slots = caches
         belief, traces = src, []
-        for layer, cache in zip(self.layers, slots, strict=True):
-            run = partial(layer, cache=cache, trace=trace)
-            arguments = (belief, mask, src_key_padding_mask, is_causal)
-            if recompute:
-                out = checkpoint(run, *arguments, use_reentrant=False)
-            else:
-                out = run(*arguments)
-            if trace:
-                out, internals = out
-                traces.append(internals)
-            belief = out
-        if self.norm is not None:
-            belief = belief._replace(mean=self.norm(belief.mean))
+        with all_or_nothing(caches or []):
+            for layer, cache in zip(self.layers, slots, strict=True):
+                run = partial(layer, cache=cache, trace=trace)
+                arguments = (belief, mask, src_key_padding_mask, is_causal)
+                if recompute:
+                    out = checkpoint(run, *arguments, use_reentrant=False)
+                else:
+                    out = run(*arguments)
+                if trace:
+                    out, internals = out
+                    traces.append(internals)
+                belief = out
+            if self.norm is not None:
+                belief = belief._replace(mean=self.norm(belief.mean))
         result = belief.mean if given_tensor else belief
         if trace:
             return result, traces

@@ -1,13 +1,60 @@
 """Kernels with hand-written backward passes: same numbers, less memory moved.
 
 Each has its plain counterpart in :mod:`bft_ref.kriging` or
-:mod:`bft_ref.delta`, against which it is tested, gradients included.
+:mod:`bft_ref.delta`, against which it is tested, gradients included. They
+have a first derivative in reverse mode; for a second one the backward pass is
+the plain form's, and :func:`reverse_mode_only` says where they cannot go.
 """
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.library import custom_op
+
+
+def _inside_torch_func() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def reverse_mode_only(*tensors: Tensor) -> bool:
+    """Whether a derivative is being taken that the kernels do not have.
+
+    That is one in forward mode, whose tangents a custom operator would drop
+    without a word, or a transform of ``torch.func``.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _inside_torch_func() or any(
+        unpack_dual(x).tangent is not None for x in tensors
+    )
+
+
+def _differentiated(inputs: Iterable, plain, grads) -> tuple:
+    """Gradients that can be differentiated again: those of the plain form."""
+    inputs = list(inputs)
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    outputs = plain(*inputs)
+    pairs = [
+        (y, g)
+        for y, g in zip(outputs, grads, strict=True)
+        if g is not None and y.requires_grad
+    ]
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs],
+            leaves,
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return tuple(
+        next(found) if x is not None and x.requires_grad else None
+        for x in inputs
+    )
 
 
 def bend(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,41 +182,57 @@ def bent_feed_forward_grad(
 @bent_feed_forward.register_fake
 def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
     return (
-        x.new_empty(len(x), len(w_out)),
-        x.new_empty(len(x), columns.shape[1]),
-        x.new_empty(len(x) if shift is not None else 0, len(w_out)),
-        x.new_empty(len(x), len(w_in)),
+        # x.shape[0], unlike len(x), leaves the number of tokens open
+        x.new_empty(x.shape[0], w_out.shape[0]),
+        x.new_empty(x.shape[0], columns.shape[1]),
+        x.new_empty(x.shape[0] if shift is not None else 0, w_out.shape[0]),
+        x.new_empty(x.shape[0], w_in.shape[0]),
     )
 
 
 @bent_feed_forward_grad.register_fake
 def _(gy, gf, gr, x, w_in, w_out, columns, shift, keep, a, activation):
     like = torch.empty_like
-    width = x.new_empty(len(w_in))
+    width = x.new_empty(w_in.shape[0])
     return like(x), like(w_in), width, like(w_out), like(columns), like(width)
 
 
+def _plain_feed_forward(x, w_in, b_in, w_out, columns, shift, keep, name):
+    """The same four results by differentiable operations."""
+    a = torch.addmm(b_in, x, w_in.mT)
+    value, slope = bend(name, a)
+    y = (value if keep is None else value * keep) @ w_out.mT
+    radial = x.new_empty(0, w_out.shape[0])
+    if shift is not None:
+        radial = (slope * (a - shift)) @ w_out.mT
+    return y, slope @ columns, radial, a
+
+
 def _save_feed_forward(ctx, inputs, output):
-    x, w_in, _, w_out, columns, shift, keep, ctx.activation = inputs
-    a = output[-1]
-    ctx.save_for_backward(x, w_in, w_out, columns, shift, keep, a)
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors, output[-1])
     ctx.set_materialize_grads(False)  # a zero gradient of a is large
     ctx.shapes = [y.shape for y in output[:3]]
 
 
 def _feed_forward_backward(ctx, *grads):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks but once
-    x = saved[0]
+    # unpacked once: checkpointing does so but once
+    *inputs, a = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        found = _differentiated(
+            inputs,
+            lambda *x: _plain_feed_forward(*x, ctx.activation),
+            grads,
+        )
+        return *found, None
+    x, w_in, _, w_out, columns, shift, keep = inputs
     dense = (
         x.new_zeros(shape) if g is None else g.contiguous()
         for g, shape in zip(grads, ctx.shapes, strict=False)
     )
     grads = bent_feed_forward_grad(
-        *dense,
-        *saved,
-        ctx.activation,
+        *dense, x, w_in, w_out, columns, shift, keep, a, ctx.activation
     )
-    shift = saved[4]
     return *grads[:5], None if shift is None else grads[5], None, None
 
 
@@ -210,32 +273,76 @@ HEADS = 4  # at least so many at a time: threads share them
 BLOCK = {"cpu": 2**19, "cuda": 2**25}  # weights held at a time
 
 
-@custom_op("bft_ref::weighted_columns", mutates_args=())
 def weighted_columns(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    masks: Sequence[Tensor] = (),
+    heads: int = 1,
+    dropout_p: float = 0.0,
+    thinned: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax-weighted columns, Σα̃² and log Σ exp, block of rows by block.
 
+    Never holds T×S. A query that may see nothing gets zeros. ``is_causal``:
+    query t sees keys up to t + S − T. ``masks`` (B or 1, H or 1, T or 1, S),
+    N = B·H with H ``heads``, hide a key (boolean, True) or are added to the
+    scores (float, finite, without gradient). ``dropout_p`` thins the weights
+    of the first ``thinned`` columns. With ``rows`` (N, T) all is summed and
+    returned in float64, and blocks without a row marked True are left out.
+
     Shapes: ``q`` (N, T, d), ``k`` (N, S, d), ``v`` (N, S, c) → (N, T, c),
-    (N, T), (N, T). ``is_causal`` needs T = S. Never holds T×S.
+    (N, T), (N, T).
     """
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
-    squares = q.new_empty(q.shape[:2])
-    lse = q.new_empty(q.shape[:2])
-    v1 = _with_column(v, 1.0)  # the row sums come with the product
-    later = _later(q)
-    for n, t, s in _blocks(q, k, is_causal):
-        w = torch.bmm(q[n, t], k[n, s].mT).mul_(scale)
-        if is_causal:
-            _hide_later_keys(w, later)
-        top = w.amax(-1, keepdim=True)
+    seed = None
+    if thinned and dropout_p > 0:
+        seed = torch.randint(2**62, (), device="cpu")
+    return _weighted_columns(
+        *(q, k, v, is_causal, scale),
+        *(list(masks), heads, dropout_p, thinned, seed, rows),
+    )
+
+
+@custom_op("bft_ref::weighted_columns", mutates_args=())
+def _weighted_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    masks: Sequence[Tensor],
+    heads: int,
+    dropout_p: float,
+    thinned: int,
+    seed: Tensor | None,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kind = q.dtype if rows is None else torch.float64
+    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=kind)
+    squares, lse = (torch.zeros_like(out[..., 0]) for _ in range(2))
+    v1 = _with_column(v[..., thinned:], 1.0)  # the row sums come along
+    lowest = torch.finfo(q.dtype).min
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+        if rows is not None and not rows[n, t].any():
+            continue
+        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        top = w.amax(-1, keepdim=True).clamp_(min=lowest)
         w.sub_(top).exp_()
-        sums = torch.bmm(w, v1[n, s])
+        sums = torch.bmm(w, v1[n, s].to(kind))
         total = sums[..., -1]
-        out[n, t] = sums[..., :-1] / total.unsqueeze(-1)
-        norm = torch.linalg.vector_norm(w, dim=-1) / total
+        some = torch.where(total > 0, total, 1.0)  # else it sees nothing
+        out[n, t, thinned:] = sums[..., :-1] / some.unsqueeze(-1)
+        norm = torch.linalg.vector_norm(w, dim=-1) / some
         squares[n, t] = norm.square()
-        lse[n, t] = top.squeeze(-1) + total.log()
+        lse[n, t] = top.squeeze(-1) + some.log()
+        if seed is not None:
+            kept = _kept(w, seed, i, dropout_p)
+            few = torch.bmm(w.mul_(kept), v[n, s, :thinned])
+            out[n, t, :thinned] = few / some.unsqueeze(-1)
     return out, squares, lse
 
 
@@ -251,43 +358,48 @@ def weighted_columns_grad(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    masks: Sequence[Tensor],
+    heads: int,
+    dropout_p: float,
+    thinned: int,
+    seed: Tensor | None,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v: dS = α̃∘(dO vᵀ + 2g α̃ − δ), recomputing α̃.
 
-    δ = Σ dO∘O + 2g Σα̃² needs no pass over the weights; it and the
-    log-sum-exp ride along as one more column of the products.
-    Equation (10.5).
+    δ = Σ dO∘O + 2g Σα̃² needs no pass over the weights; it rides along as
+    one more column of the product. Equation (10.5).
     """
+    kind = out.dtype
     twice = 2 * grad_squares
     delta = (grad_out * out).sum(-1) + twice * squares
-    grad_out1 = torch.cat([grad_out, -delta.unsqueeze(-1)], -1)
-    v1 = _with_column(v, 1.0)
-    q1 = torch.cat([q, -lse.unsqueeze(-1) / scale], -1)
-    k1 = _with_column(k, 1.0)
-    later = _later(q)
-    grad_q = torch.empty_like(q)
-    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for n, t, s in _blocks(q, k, is_causal):
-        w = torch.bmm(q1[n, t], k1[n, s].mT).mul_(scale)
-        if is_causal:
-            _hide_later_keys(w, later)
-        w.exp_()
-        grad_v[n, s].baddbmm_(w.mT, grad_out[n, t])
-        grad = torch.bmm(grad_out1[n, t], v1[n, s].mT)
-        grad.addcmul_(w, twice[n, t].unsqueeze(-1)).mul_(w)
-        grad_q[n, t] = torch.bmm(grad, k[n, s])
-        grad_k[n, s].baddbmm_(grad.mT, q[n, t])
+    grad_out1 = torch.cat([grad_out[..., thinned:], -delta.unsqueeze(-1)], -1)
+    v1 = _with_column(v[..., thinned:], 1.0)
+    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+        if rows is not None and not rows[n, t].any():
+            continue
+        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        w.sub_(lse[n, t].unsqueeze(-1)).exp_()
+        grad_v[n, s, thinned:] += torch.bmm(w.mT, grad_out[n, t, thinned:])
+        grad = torch.bmm(grad_out1[n, t], v1[n, s].mT.to(kind))
+        grad.addcmul_(w, twice[n, t].unsqueeze(-1))
+        if seed is not None:
+            kept = _kept(w, seed, i, dropout_p)
+            few = grad_out[n, t, :thinned]
+            grad.addcmul_(kept, torch.bmm(few, v[n, s, :thinned].mT))
+            grad_v[n, s, :thinned] += torch.bmm(kept.mul_(w).mT, few)
+        grad.mul_(w)
+        grad_q[n, t] = torch.bmm(grad, k[n, s].to(kind))
+        grad_k[n, s] += torch.bmm(grad.mT, q[n, t].to(kind))
     return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
 
 
-@weighted_columns.register_fake
-def _(q, k, v, is_causal, scale):
-    rows = q.shape[:2]
-    return (
-        q.new_empty(*rows, v.shape[-1]),
-        q.new_empty(rows),
-        q.new_empty(rows),
-    )
+@_weighted_columns.register_fake
+def _(q, k, v, *options):
+    kind = q.dtype if options[-1] is None else torch.float64
+    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=kind)
+    return out, *(q.new_empty(q.shape[:2], dtype=kind) for _ in range(2))
 
 
 @weighted_columns_grad.register_fake
@@ -296,30 +408,63 @@ def _(grad_out, grad_squares, q, k, v, *_):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.is_causal, ctx.scale, masks, *ctx.rest, seed, rows = inputs
+    ctx.save_for_backward(q, k, v, *output, seed, rows, *masks)
     ctx.mark_non_differentiable(output[2])
 
 
 def _backward(ctx, grad_out, grad_squares, _):
+    q, k, v, out, squares, lse, seed, rows, *masks = ctx.saved_tensors
+    options = (ctx.is_causal, ctx.scale, masks, *ctx.rest, seed, rows)
+    none = (None, None, [None] * len(masks), *[None] * 5)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        found = _differentiated(
+            (q, k, v),
+            lambda *x: _plain_columns(*x, *options),
+            (grad_out, grad_squares),
+        )
+        return *found, *none
     grads = weighted_columns_grad(
-        grad_out.contiguous(),
-        grad_squares,
-        *ctx.saved_tensors,
-        ctx.is_causal,
-        ctx.scale,
+        *(grad_out.contiguous(), grad_squares),
+        *(q, k, v, out, squares, lse, *options),
     )
-    return *grads, None, None
+    return *grads, *none
 
 
-weighted_columns.register_autograd(_backward, setup_context=_save)
+_weighted_columns.register_autograd(_backward, setup_context=_save)
+
+
+def _plain_columns(
+    q, k, v, is_causal, scale, masks, heads, dropout_p, thinned, seed, rows
+):
+    """Columns and Σα̃² by differentiable operations, the same blocks."""
+    kind = q.dtype if rows is None else torch.float64
+    q, k, v = q.to(kind), k.to(kind), v.to(kind)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    squares = q.new_zeros(q.shape[:2])
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+        if rows is not None and not rows[n, t].any():
+            continue
+        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        top = w.detach().amax(-1, keepdim=True)
+        w = (w - top.clamp(min=torch.finfo(kind).min)).exp()
+        total = w.sum(-1, keepdim=True)
+        w = w / torch.where(total > 0, total, 1.0)
+        squares[n, t] = w.square().sum(-1)
+        kept = 1.0 if seed is None else _kept(w, seed, i, dropout_p)
+        out[n, t] = torch.cat(
+            [(w * kept) @ v[n, s, :thinned], w @ v[n, s, thinned:]], -1
+        )
+    return out, squares
 
 
 def _with_column(x: Tensor, value: float) -> Tensor:
     return torch.cat([x, torch.full_like(x[..., :1], value)], -1)
 
 
-def _blocks(q: Tensor, k: Tensor, is_causal: bool):
+def _blocks(
+    q: Tensor, k: Tensor, is_causal: bool
+) -> Iterator[tuple[slice, slice, slice]]:
     """Slices of heads, of queries, and of the keys those may see."""
     heads, queries = q.shape[:2]
     keys = k.shape[1]
@@ -328,16 +473,47 @@ def _blocks(q: Tensor, k: Tensor, is_causal: bool):
     group = max(budget // (rows * keys), HEADS)
     for n in range(0, heads, group):
         for t in range(0, queries, rows):
-            last = t + rows if is_causal else keys
-            yield slice(n, n + group), slice(t, t + rows), slice(0, last)
+            end = min(t + rows, queries)
+            last = max(end + keys - queries, 1) if is_causal else keys
+            yield slice(n, min(n + group, heads)), slice(t, end), slice(last)
 
 
-def _later(q: Tensor) -> Tensor:
-    """The triangle of later keys in a causal block."""
-    return q.new_ones(ROWS, ROWS, dtype=torch.bool).triu(1)
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    n: slice,
+    t: slice,
+    s: slice,
+    is_causal: bool,
+    scale: float,
+    masks: Sequence[Tensor],
+    heads: int,
+    kind: torch.dtype,
+) -> Tensor:
+    """Scores of a block, −inf where a key is hidden."""
+    w = torch.bmm(q[n, t].to(kind), k[n, s].mT.to(kind)).mul_(scale)
+    for mask in masks:
+        part = mask[:, :, t if mask.shape[2] > 1 else slice(None), s]
+        if mask.shape[0] == mask.shape[1] == 1:
+            part = part[0]
+        else:
+            row = torch.arange(n.start, n.stop, device=mask.device)
+            batch = row // heads if mask.shape[0] > 1 else 0 * row
+            part = part[batch, row % heads if mask.shape[1] > 1 else 0 * row]
+        if mask.dtype == torch.bool:
+            w.masked_fill_(part, -torch.inf)
+        else:
+            w.add_(part)
+    if is_causal:
+        first = t.start + k.shape[1] - q.shape[1]  # the first query's last key
+        tail = w[..., max(first + 1, 0) :]
+        later = torch.ones_like(tail[0], dtype=torch.bool)
+        tail.masked_fill_(later.triu(min(first + 1, 0)), -torch.inf)
+    return w
 
 
-def _hide_later_keys(w: Tensor, later: Tensor) -> None:
-    """The last T columns of a causal block (N, T, S) are its triangle."""
-    rows = w.shape[-2]
-    w[..., -rows:].masked_fill_(later[:rows, :rows], -torch.inf)
+def _kept(w: Tensor, seed: Tensor, block: int, p: float) -> Tensor:
+    """1/(1 − p) where a weight of the block survives dropout, else 0."""
+    generator = torch.Generator(w.device).manual_seed(int(seed) + block)
+    kept = torch.rand(w.shape, generator=generator, device=w.device) >= p
+    return kept.to(w.dtype).mul_(1 / (1 - p))

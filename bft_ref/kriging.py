@@ -4,6 +4,7 @@ Everything here holds the T×T weights in memory and says what it means;
 :mod:`bft_ref.attention` computes the same numbers without them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ def kriging_weights(
     Shapes: ``scores`` (..., T, S), without unit; ``log_token_precision``
     (..., S), broadcast over queries; ``attn_mask`` broadcasts to (..., T, S):
     boolean, True where a key may be seen, or a float added to the scores,
-    −inf or the lowest of its dtype where a key may not be seen.
+    which hides a key at −1e9 and below, or at the lowest of its dtype.
     With ``is_causal`` query t sees keys up to t + S − T.
     Returns: (..., T, S), float32 or wider; rows sum to 1 (or to 0).
     Raises: TypeError, ValueError for dtypes and shapes that do not fit, log
@@ -160,12 +161,12 @@ def kriging_weights(
     logits = scores + log_token_precision.unsqueeze(-2)
     seen = None
     if attn_mask is not None:
-        checks.mask("attn_mask", attn_mask, scores.shape)
+        checks.mask("attn_mask", attn_mask, scores.shape, "visible")
         if attn_mask.dtype == torch.bool:
             seen = attn_mask
         else:
-            logits = logits + wide(attn_mask)
-            seen = attn_mask > torch.finfo(attn_mask.dtype).min
+            hidden, bias = hidden_and_bias(attn_mask)
+            logits, seen = logits + bias, ~hidden
     if is_causal:
         queries, keys = scores.shape[-2:]
         causal = scores.new_ones(queries, keys, dtype=torch.bool).tril(
@@ -179,6 +180,27 @@ def kriging_weights(
     lowest = torch.finfo(logits.dtype).min
     weights = logits.masked_fill(~seen, lowest).softmax(-1)
     return weights.masked_fill(~seen, 0.0)
+
+
+def hidden_and_bias(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What a float mask hides, and what it adds elsewhere, shaped as it.
+
+    Hidden is −1e9 and below, as people write it, and the lowest number of
+    the mask's dtype, which in float16 is higher; the bias is 0 there.
+    """
+    x = wide(mask)
+    hidden = x <= max(-0.99e9, torch.finfo(mask.dtype).min)
+    return hidden, x.masked_fill(hidden, 0.0)
+
+
+def saturate(x: Tensor) -> Tensor:
+    """``x`` within ±2⁵⁸ (float64: ±2⁵⁰⁰), so that its square is a number.
+
+    Where a token is so large, others that do not see it must not be touched:
+    a weight of zero times infinity is NaN.
+    """
+    bound = 2.0 ** (500 if x.dtype == torch.float64 else 58)
+    return x.clamp(-bound, bound)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -250,9 +272,11 @@ def kriging_attention(
     Shapes: ``query`` (B, H, T, d_h); ``key``, ``value`` (B, H_kv, S, d_h),
     H a multiple of H_kv (grouped queries); ``log_token_precision`` and
     ``neighbour_variance`` c (B, S), default 1; ``feature_weights`` (H, d_h)
-    contracts the dispersion to (B, H, T, 1), Σ_k w_k D_k; ``center``
-    broadcasts with the values; ``attn_mask`` as in :func:`kriging_weights`,
-    broadcasting to (B, H, T, S).
+    contracts the dispersion to (B, H, T, 1), Σ_k w_k D_k; ``attn_mask`` as in
+    :func:`kriging_weights`, broadcasting to (B, H, T, S). ``center``, which
+    broadcasts with the values, is a constant near them that does not depend
+    on hidden tokens; without it the dispersion is summed in float64. Scores'
+    factors and centred values saturate at 2⁵⁸ in float32.
     Raises: TypeError and ValueError for dtypes and shapes that do not fit.
     Equations (3.15), (4.1), (4.2).
     """
@@ -265,26 +289,75 @@ def kriging_attention(
         feature_weights,
     )
     groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, 1)
-    value = value.repeat_interleave(groups, 1)
-    scores = wide(query) @ wide(key).mT / query.shape[-1] ** 0.5
+    query, key, value = wide(query), wide(key), wide(value)
+    if center is None:
+        middle = value[:, :, :1].detach()
+        middle = middle if attn_mask is None else torch.zeros_like(middle)
+    else:
+        middle = wide(center)
+    u = repeat_heads(saturate(value - middle), groups)
+    key = repeat_heads(saturate(key), groups)
+    scores = saturate(query) @ key.mT / query.shape[-1] ** 0.5
     weights = kriging_weights(
         scores, log_token_precision.unsqueeze(1), attn_mask, is_causal
     )
-    if center is not None and center.dim() == 4:
-        center = center.repeat_interleave(groups, 1)
-    spread = dispersion(weights, value, center)
-    if feature_weights is not None:
-        spread = (spread * wide(feature_weights).unsqueeze(-2)).sum(-1, True)
     n_eff = effective_sample_size(weights)
+
+    def moments(weights, u):
+        """Σα̃v² − (Σα̃v)² and Σα̃v², contracted if asked for."""
+        second, around = weights @ u.square(), (weights @ u).square()
+        if feature_weights is not None:
+            w = feature_weights.to(u.dtype).unsqueeze(-2)
+            second, around = ((x * w).sum(-1, True) for x in (second, around))
+        return second - around, second
+
+    def in_float64(_):
+        exact = weights.double()
+        exact = exact / exact.sum(-1, True).clamp(min=torch.finfo().tiny)
+        return moments(exact, u.double())[0]
+
+    spread, second = moments(weights, u)
+    spread = settle(spread, second, n_eff, in_float64, center is None)
     if neighbour_variance is None:
         neighbours = (n_eff > 0).to(weights.dtype)
     else:
         c = wide(neighbour_variance)[:, None, :, None]
         neighbours = (weights @ c).squeeze(-1)
     thinned = torch.dropout(weights, dropout_p, dropout_p > 0)
-    mean = thinned @ wide(value)
+    mean = thinned @ u + thinned.sum(-1, True) * repeat_heads(middle, groups)
     return Kriging(mean, spread, n_eff, neighbours, weights)
+
+
+def settle(
+    spread: Tensor,
+    second: Tensor,
+    n_eff: Tensor,
+    in_float64: Callable[[Tensor], Tensor],
+    everywhere: bool = False,
+) -> Tensor:
+    """D ≥ 0 from the difference ``spread`` of two moments.
+
+    In float32 little is left of it where the values are much closer to one
+    another than to the centre: there ``in_float64``, given the rows (...),
+    does it again. One effective value has no dispersion.
+
+    Shapes: ``spread`` and the ``second`` moment (..., d), ``n_eff`` (...).
+    """
+    doubtful = (spread < 2.0**-12 * second) & (n_eff > 1.01).unsqueeze(-1)
+    doubtful = torch.ones_like(doubtful) if everywhere else doubtful
+    if spread.dtype == torch.float32 and (
+        not checks.values_can_be_read() or checks.some(doubtful)
+    ):
+        rows = doubtful.any(-1)
+        spread = torch.where(doubtful, in_float64(rows).float(), spread)
+    return spread.clamp(min=0.0).masked_fill((n_eff <= 1).unsqueeze(-1), 0.0)
+
+
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    """``x`` (..., H_kv, S, d) once for each of a group of queries."""
+    if groups == 1 or x.dim() < 3:
+        return x
+    return x.repeat_interleave(groups, -3)
 
 
 def check_attention(
@@ -303,8 +376,13 @@ def check_attention(
                 f"{name}: expected shape (batch, heads, tokens, features), "
                 f"got {tuple(x.shape)}"
             )
-    batch, heads, _, features = query.shape
+    batch, heads, queries, features = query.shape
     _, kv_heads, keys, _ = key.shape
+    if not queries or not keys:
+        raise ValueError(
+            f"query, key: expected at least one token each, got {queries} "
+            f"queries and {keys} keys"
+        )
     checks.shape("key", key, [batch, kv_heads, keys, features])
     checks.shape("value", value, [batch, kv_heads, keys, value.shape[-1]])
     if kv_heads == 0 or heads % kv_heads:
@@ -312,6 +390,12 @@ def check_attention(
             f"query: expected a number of heads that is a multiple of the "
             f"{kv_heads} key heads, got {heads}"
         )
+    for name, x in [("key", key), ("value", value)]:
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: expected {query.dtype} as the query, got {x.dtype}; "
+                f"convert it with {name}.to(query.dtype)"
+            )
     checks.floating("log_token_precision", log_token_precision)
     checks.shape("log_token_precision", log_token_precision, [batch, keys])
     if neighbour_variance is not None:

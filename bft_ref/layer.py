@@ -1,5 +1,7 @@
 """The layer: observe, update, predict. Belief in, Belief out."""
 
+import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from bft_ref import checks, delta, reml
 from bft_ref.attention import IMPLEMENTATIONS, attend
 from bft_ref.belief import Belief, log_mean_exp, wide
-from bft_ref.cache import KeyValueCache
+from bft_ref.cache import KeyValueCache, all_or_nothing
 from bft_ref.kalman import update
+from bft_ref.kriging import hidden_and_bias
+from bft_ref.linear_maps import effective_weight, is_plain, is_watched
 from bft_ref.rotary import rotate
 
 
@@ -29,7 +33,8 @@ class BFTConfig:
     prior_dof: ν₀ > 0 of the inverse-χ² prior.
     project: carry the variance through W_O into state units; otherwise
         feature i of the concatenated heads speaks for feature i of the state.
-    jacobian: ``exact``, ``first`` (first norm term only) or ``hutchinson``.
+    jacobian: ``exact``, ``first`` (first norm term only) or ``hutchinson``,
+        which is also what is used where a network's matrices are unknown.
     variance_rule: ``diagonal`` (the paper's) or ``row`` (one-probe estimate
         of the exact first-order variance, feature granularity only).
     process_noise: initial Q > 0, in state².
@@ -84,17 +89,32 @@ class Observation(NamedTuple):
 class LayerTrace(NamedTuple):
     """A layer's internals, for plots and tests.
 
-    ``weights`` (B, H, T, S), ``n_eff`` (B, H, T), and with last dimension d
-    (or 1 for token granularity) ``log_observation_precision``, ``gain``,
-    ``log_updated_precision`` λ', ``log_growth`` log (1 + J)².
+    ``observation``: all of what :meth:`BFTLayer.observe` found. With last
+    dimension d (or 1 for token granularity): ``gain``,
+    ``log_updated_precision`` λ', ``log_growth`` log (1 + J)²,
+    ``log_predicted_precision`` λ''.
     """
 
-    weights: Tensor | None
-    n_eff: Tensor
-    log_observation_precision: Tensor
+    observation: Observation
     gain: Tensor
     log_updated_precision: Tensor
     log_growth: Tensor
+    log_predicted_precision: Tensor
+
+    @property
+    def weights(self) -> Tensor | None:
+        """α̃, (B, H, T, S)."""
+        return self.observation.weights
+
+    @property
+    def n_eff(self) -> Tensor:
+        """n, (B, H, T)."""
+        return cast(Tensor, self.observation.n_eff)
+
+    @property
+    def log_observation_precision(self) -> Tensor:
+        """log λ_obs, (B, T, d) or (B, T, 1)."""
+        return self.observation.log_precision
 
 
 class BFTLayer(nn.Module):
@@ -114,11 +134,16 @@ class BFTLayer(nn.Module):
 
     Adds one parameter, ``log_process_noise``, (d,) or (1,).
 
+    ``linear1``, ``linear2``, ``out_proj`` and the norms are called as the
+    modules they are: adapters, hooks, parametrisations and quantised layers
+    work. What the variances need of their matrices is the effective one; the
+    Jacobian of a network whose matrices are unknown is estimated, with a
+    warning. A hook or adapter on ``self_attn`` itself, which is a bag of
+    parameters and never called, is refused.
+
     Raises: ValueError for sizes and options that do not fit together.
     Equations (9.1)–(9.3); source: the paper, options as marked in BFTConfig.
     """
-
-    probes: Tensor
 
     def __init__(
         self,
@@ -168,21 +193,26 @@ class BFTLayer(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout: expected [0, 1), got {dropout!r}")
+        if config is not None and not isinstance(config, BFTConfig):
+            raise TypeError(
+                "config: expected a BFTConfig, such as "
+                f"BFTConfig(granularity='token'), got {config!r}"
+            )
         self.config = config or BFTConfig()
         checks.choice("norm", norm, ("layernorm", "rmsnorm"))
         self.d_model, self.nhead, self.num_kv_heads = d_model, nhead, kv_heads
         self.head_dim = d_model // nhead
-        self.dropout_p, self.eps = dropout, layer_norm_eps
+        self.dropout_p = dropout
         self.batch_first, self.norm_first = batch_first, norm_first
         self.rotary_base = rotary_base
-        self.centred = norm == "layernorm"
         self.activation, self.gated = delta.activation_function(activation)
         at = {"device": device, "dtype": dtype}
         self.self_attn = _AttentionParameters(
             d_model, self.head_dim * kv_heads, bias, at
         )
-        norm_class = nn.LayerNorm if self.centred else nn.RMSNorm
-        with_bias = {"bias": bias} if self.centred else {}
+        centred = norm == "layernorm"
+        norm_class = nn.LayerNorm if centred else nn.RMSNorm
+        with_bias = {"bias": bias} if centred else {}
         if ffn is None:
             width = dim_feedforward * (2 if self.gated else 1)
             self.linear1 = nn.Linear(d_model, width, bias=bias, **at)
@@ -195,10 +225,69 @@ class BFTLayer(nn.Module):
         features = d_model if self.config.granularity == "feature" else 1
         log_q = torch.full((features,), self.config.process_noise, **at).log()
         self.log_process_noise = nn.Parameter(log_q)
-        self.register_buffer(
-            "probes", _signs((3, d_model), seed=0, device=device), False
-        )
+        # no buffer: it would be garbage on a layer that was first built on the
+        # meta device and then loaded
+        self._signs = _signs((3, d_model), seed=0)
         self.register_load_state_dict_pre_hook(_keep_process_noise)
+
+    @classmethod
+    def from_torch(
+        cls,
+        layer: nn.TransformerEncoderLayer,
+        config: BFTConfig | None = None,
+    ) -> "BFTLayer":
+        """A BFT layer with sizes, options and weights of a plain layer.
+
+        Raises: TypeError for anything but PyTorch's own layer made of its own
+        modules; ValueError for one whose dropouts differ.
+        """
+        if type(layer) is not nn.TransformerEncoderLayer:
+            raise TypeError(
+                "layer: expected nn.TransformerEncoderLayer, got "
+                f"{type(layer).__name__}"
+            )
+        attn = layer.self_attn
+        for name, expected in [
+            ("self_attn", nn.MultiheadAttention),
+            ("linear1", nn.Linear),
+            ("linear2", nn.Linear),
+            ("norm1", nn.LayerNorm),
+            ("norm2", nn.LayerNorm),
+        ]:
+            module: nn.Module = getattr(layer, name)
+            if type(module) is not expected or is_watched(module):
+                raise TypeError(
+                    f"layer.{name}: expected {expected.__name__} without "
+                    f"hooks, got {module}; add adapters and hooks afterwards"
+                )
+        rates = [layer.dropout.p, layer.dropout1.p, layer.dropout2.p]
+        rates.append(attn.dropout)
+        if len(set(rates)) > 1:
+            raise ValueError(
+                f"layer: expected one dropout rate, got {sorted(set(rates))}"
+            )
+        weight = layer.linear1.weight
+        result = cls(
+            attn.embed_dim,
+            attn.num_heads,
+            layer.linear1.out_features,
+            rates[0],
+            copy.deepcopy(layer.activation),
+            layer.norm1.eps,
+            attn.batch_first,
+            layer.norm_first,
+            layer.linear1.bias is not None,
+            weight.device,
+            weight.dtype,
+            config=config,
+        )
+        result.norm2.eps = layer.norm2.eps
+        result.load_state_dict(layer.state_dict())
+        theirs = dict(layer.named_parameters())
+        for name, parameter in result.named_parameters():
+            if name in theirs:
+                parameter.requires_grad_(theirs[name].requires_grad)
+        return result.train(layer.training)
 
     def forward(
         self,
@@ -220,28 +309,31 @@ class BFTLayer(nn.Module):
         ``cache`` the tokens given are the newest, and S counts the cached
         ones too. A token that may see nothing keeps its mean.
 
+        Whatever stands at a token hidden by ``src_key_padding_mask`` changes
+        nothing that is visible; NaN and infinity there become zeros.
+
         Raises: TypeError, ValueError for shapes and dtypes; NaN and infinity
-        are reported in eager mode only.
+        are reported in eager mode only. A cache grows only if all went well.
         """
-        belief = self._checked(belief)
+        belief = self._checked(belief, src_key_padding_mask)
         if not self.batch_first:
             belief = Belief(*(x.transpose(0, 1) for x in belief))
-        seen = self.observe(
-            belief, src_mask, src_key_padding_mask, is_causal, cache, trace
-        )
-        updated, k = self.update(belief, seen)
-        predicted, log_growth = self.predict(updated)
+        with all_or_nothing([] if cache is None else [cache]):
+            seen = self.observe(
+                belief, src_mask, src_key_padding_mask, is_causal, cache, trace
+            )
+            updated, k = self.update(belief, seen)
+            predicted, log_growth = self.predict(updated)
         if not self.batch_first:
             predicted = Belief(*(x.transpose(0, 1) for x in predicted))
         if not trace:
             return predicted
         return predicted, LayerTrace(
-            seen.weights,
-            cast(Tensor, seen.n_eff),
-            seen.log_precision,
+            seen,
             k,
             updated.log_precision,
             log_growth,
+            predicted.log_precision,
         )
 
     def observe(
@@ -266,10 +358,11 @@ class BFTLayer(nn.Module):
             padding = ("src_key_padding_mask", src_key_padding_mask)
             checks.mask(*padding, (batch, keys))
             checks.shape(*padding, (batch, keys))
+        self._refuse_what_is_never_called()
         x = belief.mean
         spread = None
         if self.norm_first:
-            norm = self._norm(self.norm1, belief.mean)
+            norm = self._norm("norm1", belief.mean)
             x, spread = norm.output.to(x.dtype), norm.scale
         q, k, v = F.linear(x, attn.in_proj_weight, attn.in_proj_bias).split(
             [self.d_model, *[self.num_kv_heads * self.head_dim] * 2], -1
@@ -290,13 +383,13 @@ class BFTLayer(nn.Module):
             k, v, log_token_precision, neighbours = cache.append(
                 k, v, log_token_precision, neighbours
             )
-        w_o2 = wide(attn.out_proj.weight).square()
+        plain = is_plain(attn.out_proj)
         feature_weights = None
-        if c.granularity == "token":
+        if c.granularity == "token" and (plain or not c.project):
             feature_weights = (
-                w_o2.mean(0)
+                wide(attn.out_proj.weight).square().mean(0)
                 if c.project
-                else w_o2.new_full((self.d_model,), 1 / self.d_model)
+                else wide(q).new_full((self.d_model,), 1 / self.d_model)
             ).unflatten(0, (self.nhead, self.head_dim))
         kriging = attend(
             q,
@@ -305,6 +398,7 @@ class BFTLayer(nn.Module):
             log_token_precision,
             neighbour_variance=neighbours,
             feature_weights=feature_weights,
+            center=self._value_of_nothing(),
             key_padding_mask=src_key_padding_mask,
             attn_mask=attn_mask,
             is_causal=is_causal,
@@ -314,8 +408,8 @@ class BFTLayer(nn.Module):
             keep_weights=keep_weights,
         )
         flat = kriging.mean.transpose(1, 2).flatten(-2).to(x.dtype)
-        innovation = F.linear(flat, attn.out_proj.weight, attn.out_proj.bias)
-        innovation = self._drop(innovation)
+        branch = attn.out_proj(flat)
+        innovation = self._drop(branch)
         prior = self._prior_scale(kriging.neighbour_variance, feature_weights)
         variance = reml.observation_variance(
             kriging.dispersion,
@@ -324,13 +418,14 @@ class BFTLayer(nn.Module):
             c.prior_dof,
             c.observation,
         )
-        if c.granularity == "token":
+        if feature_weights is not None:
             variance = variance.sum(1)
         else:
             variance = variance.transpose(1, 2).flatten(-2)
             if c.project:
-                with torch.autocast(variance.device.type, enabled=False):
-                    variance = variance @ w_o2.mT
+                variance = self._through_out_proj(variance, flat, branch)
+            if c.granularity == "token":
+                variance = variance.mean(-1, keepdim=True)
         tiny = torch.finfo(variance.dtype).tiny
         log_precision = -variance.clamp(min=tiny).log()
         # an observation needs all its heads
@@ -349,29 +444,34 @@ class BFTLayer(nn.Module):
         """
         updated, k = update(belief, seen.innovation, seen.log_precision)
         if not self.norm_first:
-            updated = self._through_norm(self.norm1, updated)
+            updated = self._through_norm("norm1", updated)
         return updated, k
 
     def predict(self, belief: Belief) -> tuple[Belief, Tensor]:
         """The FFN as dynamics, by the delta method; log (1 + J)² with it."""
-        norm = self._norm(self.norm2, belief.mean) if self.norm_first else None
+        norm = self._norm("norm2", belief.mean) if self.norm_first else None
+        step: Tensor | None = None
+        log_growth: Tensor | None = None
         if self.ffn is None and self.config.jacobian != "hutchinson":
-            step, log_growth = self._closed_form(belief, norm)
-        else:
-            step, log_growth = self._estimated(belief)
-        mean = belief.mean + self._drop(step)
+            if is_plain(self.linear1) and is_plain(self.linear2):
+                step, log_growth = self._closed_form(belief, norm)
+            else:
+                step, log_growth = self._through_modules(belief, norm)
+        if log_growth is None:
+            step, log_growth = self._estimated(belief, step)
+        mean = belief.mean + self._drop(cast(Tensor, step))
         log_precision = delta.predict(
             belief.log_precision, log_growth, wide(self.log_process_noise)
         )
         predicted = Belief(mean, log_precision)
         if not self.norm_first:
-            predicted = self._through_norm(self.norm2, predicted)
+            predicted = self._through_norm("norm2", predicted)
         return predicted, log_growth
 
     def _closed_form(self, belief, norm):
-        x = belief.mean if norm is None else norm.output.to(belief.mean.dtype)
+        """The step and log (1 + J)² from the matrices of plain modules."""
         network = (
-            x,
+            self._ffn_input(belief, norm),
             self.linear1.weight,
             self.linear1.bias,
             self.linear2.weight,
@@ -382,12 +482,7 @@ class BFTLayer(nn.Module):
         )
         if self.config.variance_rule == "row":
             ffn = delta.feed_forward(*network)
-            log_growth = delta.row_growth(
-                belief.log_precision,
-                self._probe(belief.mean, 0),
-                lambda vector: delta.jacobian_product(ffn, vector, norm),
-            )
-            return ffn.output, log_growth
+            return ffn.output, self._row_growth(ffn, belief, norm)
         step, j = delta.feed_forward_jacobian(
             *network,
             norm,
@@ -396,25 +491,71 @@ class BFTLayer(nn.Module):
         )
         return step, delta.log_square(1 + j)
 
-    def _estimated(self, belief):
+    def _through_modules(self, belief, norm):
+        """The same by calling the modules; None where one is no matrix."""
+        x = self._ffn_input(belief, norm)
+        a = self.linear1(x)
+        hidden, slope = delta.hidden_and_slope(a, self.activation, self.gated)
+        hidden = self._drop(hidden)
+        step = self.linear2(hidden)
+        w_in = effective_weight(self.linear1, x, a)
+        w_out = effective_weight(self.linear2, hidden, step)
+        if w_in is None or w_out is None:
+            name = "linear1" if w_in is None else "linear2"
+            warnings.warn(
+                f"BFTLayer: what {name} did is not Wx + b (a hook?); the "
+                "Jacobian is estimated, as with jacobian='hutchinson'",
+                stacklevel=4,
+            )
+            return step, None
+        radial = None
+        if norm is not None:
+            z = norm.output if norm.beta is None else norm.output - norm.beta
+            radial = slope * F.linear(z.to(w_in.dtype), w_in)
+        w_out = delta.tiled(w_out, self.gated)
+        ffn = delta.FeedForward(step, slope, w_in, w_out, radial)
+        if self.config.variance_rule == "row":
+            return step, self._row_growth(ffn, belief, norm)
+        token = self.config.granularity == "token"
+        jacobian = delta.jacobian_trace if token else delta.jacobian_diag
+        j = jacobian(ffn, norm, self.config.jacobian == "exact")
+        return step, delta.log_square(1 + j)
+
+    def _row_growth(self, ffn, belief, norm):
+        return delta.row_growth(
+            belief.log_precision,
+            self._probe(belief.mean, 0),
+            lambda vector: delta.jacobian_product(ffn, vector, norm),
+        )
+
+    def _ffn_input(self, belief: Belief, norm: delta.Normalised | None):
+        if norm is None:
+            return belief.mean
+        return norm.output.to(belief.mean.dtype)
+
+    def _estimated(self, belief, step):
+        """The step, unless there is one, and log (1 + J)² from random signs.
+
+        The linearisation is of the mean, without dropout.
+        """
+
         def function(h, dropout_p=0.0):
             if self.norm_first:
-                h = self._norm(self.norm2, h, fused=False).output.to(h.dtype)
+                h = self._norm("norm2", h, fused=False).output.to(h.dtype)
             if self.ffn is not None:
-                return self.ffn(h)
+                return self.ffn(h.clone())  # it may work in place
             h = self.linear1(h)
             if self.gated:
                 g, u = h.chunk(2, -1)
-                h = self.activation(g) * u
+                h = self.activation(g.clone()) * u
             else:
-                h = self.activation(h)
+                h = self.activation(h.clone())
             h = torch.dropout(h, dropout_p, dropout_p > 0)
             return self.linear2(h)
 
         mean = belief.mean.contiguous()  # jvp refuses expanded memory
         probes = torch.stack([self._probe(mean, i) for i in range(3)])
         if self.config.variance_rule == "row":
-            step = None
             log_growth = delta.row_growth(
                 belief.log_precision,
                 probes[2],
@@ -422,27 +563,69 @@ class BFTLayer(nn.Module):
                     torch.func.jvp(function, (mean,), (x.to(mean.dtype),))[1]
                 ),
             )
+            made = None
         else:
-            step, growth = delta.hutchinson_growth(
+            made, growth = delta.hutchinson_growth(
                 function,
                 mean,
                 probes[:2].to(mean.dtype),
                 self.config.granularity == "token",
             )
             log_growth = torch.log(growth + torch.finfo(growth.dtype).tiny)
-        if self.ffn is None and self.training:
-            # the linearisation is of the mean, without dropout
+        if step is None and self.ffn is None and self.training:
             step = function(mean, self.dropout_p)
         elif step is None:
-            step = function(mean)
+            step = function(mean) if made is None else made
         return step, log_growth
+
+    def _through_out_proj(self, variance, flat, branch):
+        """Σ_k W_O[i,k]² v_k, (B, T, d): Equation (6.12)."""
+        out_proj = self.self_attn.out_proj
+        with torch.autocast(variance.device.type, enabled=False):
+            if is_plain(out_proj):
+                return variance @ wide(out_proj.weight).square().mT
+            weight = effective_weight(out_proj, flat, branch)
+            if weight is not None:
+                return variance @ wide(weight).square().mT
+        # by random signs: unbiased for a module that is affine
+        signs = self._probe(flat, 0) * variance.sqrt()
+        zero = torch.zeros_like(flat)
+        difference = out_proj(signs.to(flat.dtype)) - out_proj(zero)
+        return wide(difference).square()
+
+    def _value_of_nothing(self) -> Tensor:
+        """W_V β + b_V, (H_kv, 1, d_h): the value of a state of zeros.
+
+        Values are centred there before they are squared. It depends on no
+        token; it is detached, since the dispersion does not depend on it.
+        """
+        attn, rows = self.self_attn, self.num_kv_heads * self.head_dim
+        with torch.no_grad():
+            value = wide(attn.in_proj_weight).new_zeros(rows)
+            beta = getattr(self.norm1, "bias", None)
+            if self.norm_first and beta is not None:
+                value = value + wide(attn.in_proj_weight[-rows:]) @ wide(beta)
+            if attn.in_proj_bias is not None:
+                value = value + attn.in_proj_bias[-rows:]
+            return value.view(self.num_kv_heads, 1, self.head_dim)
+
+    def _refuse_what_is_never_called(self) -> None:
+        attn = self.self_attn
+        if not isinstance(attn, _AttentionParameters) or is_watched(attn):
+            raise TypeError(
+                "self_attn: expected the layer's own parameters, unwrapped "
+                f"and without hooks, got {type(attn).__name__}; they are read "
+                "and never called, so that an adapter or a hook there would "
+                "do nothing: use self_attn.out_proj, or parametrise "
+                "in_proj_weight"
+            )
 
     def _probe(self, like: Tensor, index: int) -> Tensor:
         """Random signs: fresh in training, fixed in evaluation."""
         if self.training:
             bits = torch.randint_like(like, 2, dtype=torch.float32)
             return wide(bits * 2 - 1)
-        return self.probes[index].expand(like.shape)
+        return self._signs[index].to(like.device).expand(like.shape)
 
     def _prior_scale(self, neighbours: Tensor, feature_weights) -> Tensor:
         """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
@@ -472,13 +655,38 @@ class BFTLayer(nn.Module):
         return ~mask if mask.dtype == torch.bool else mask
 
     def _norm(
-        self, module: nn.Module, x: Tensor, fused: bool = True
+        self, name: str, x: Tensor, fused: bool = True
     ) -> delta.Normalised:
-        gamma, beta = (getattr(module, n, None) for n in ("weight", "bias"))
-        return delta.normalise(x, gamma, beta, self.eps, self.centred, fused)
+        """The norm of that name, evaluated with its scale."""
+        module = getattr(self, name)
+        forward = getattr(type(module), "forward", None)
+        if forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+            raise TypeError(
+                f"{name}: expected nn.LayerNorm or nn.RMSNorm, through which "
+                f"precision goes in closed form, got {type(module).__name__}"
+            )
+        eps = module.eps
+        norm = delta.normalise(
+            x,
+            module.weight,
+            getattr(module, "bias", None),
+            torch.finfo(x.dtype).eps if eps is None else eps,
+            forward is nn.LayerNorm.forward,
+            fused,
+        )
+        if is_watched(module):
+            made = wide(module(x))
+            if checks.values_can_be_read() and not torch.allclose(
+                made, norm.output.to(made.dtype), 0.02, 0.02
+            ):
+                raise ValueError(
+                    f"{name}: expected hooks that only look, got one that "
+                    "changes the output, which precision cannot follow"
+                )
+        return norm
 
-    def _through_norm(self, module: nn.Module, belief: Belief) -> Belief:
-        norm = self._norm(module, belief.mean)
+    def _through_norm(self, name: str, belief: Belief) -> Belief:
+        norm = self._norm(name, belief.mean)
         log = delta.normalised_precision(belief.log_precision, norm)
         if self.config.granularity == "token":
             log = -log_mean_exp(-log)
@@ -487,7 +695,10 @@ class BFTLayer(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout_p, self.training)
 
-    def _checked(self, belief: Belief) -> Belief:
+    def _checked(
+        self, belief: Belief, padding: Tensor | None = None
+    ) -> Belief:
+        """The belief, NaN emptied where hidden; raises if it is bad."""
         if not isinstance(belief, Belief):
             raise TypeError(
                 "belief: expected a Belief (see Belief.of), got "
@@ -500,8 +711,15 @@ class BFTLayer(nn.Module):
                 f"belief.mean: expected at least one token, got shape "
                 f"{tuple(mean.shape)}"
             )
-        checks.finite("belief.mean", mean)
-        checks.finite("belief.log_precision", log)
+        checks.floating("belief.mean", mean)
+        checks.floating("belief.log_precision", log)
+        weight = self.self_attn.in_proj_weight
+        autocast = torch.is_autocast_enabled(mean.device.type)
+        if mean.dtype != weight.dtype and not autocast:
+            raise TypeError(
+                f"belief.mean: expected {weight.dtype}, the dtype of the "
+                f"layer's weights, got {mean.dtype}; convert one with .to"
+            )
         *rest, last = log.shape
         if rest != list(mean.shape[:2]) or last not in (1, self.d_model):
             raise ValueError(
@@ -509,12 +727,33 @@ class BFTLayer(nn.Module):
                 f"{(*mean.shape[:2], self.d_model)} or "
                 f"{(*mean.shape[:2], 1)}, got {tuple(log.shape)}"
             )
+        if padding is not None:
+            sound = mean.isfinite().all(-1) & log.isfinite().all(-1)
+            lost = (self._hidden(padding, mean) & ~sound).unsqueeze(-1)
+            mean, log = mean.masked_fill(lost, 0.0), log.masked_fill(lost, 0.0)
+        checks.finite("belief.mean", mean)
+        checks.finite("belief.log_precision", log)
         log = wide(log)
         if self.config.granularity == "token" and last != 1:
             log = -log_mean_exp(-log)
         elif self.config.granularity == "feature" and last == 1:
             log = log.expand(mean.shape)
         return Belief(mean, log)
+
+    def _hidden(self, padding: Tensor, mean: Tensor) -> Tensor:
+        """Which of the tokens given are hidden, shaped as mean without d."""
+        name = "src_key_padding_mask"
+        batch, tokens = mean.shape[:2]
+        if not self.batch_first:
+            batch, tokens = tokens, batch
+        checks.shape(name, padding, ["B", "S"])
+        keys = max(padding.shape[1], tokens)  # more, with a cache
+        checks.mask(name, padding, (batch, keys))
+        checks.shape(name, padding, (batch, keys))
+        hidden = padding[:, keys - tokens :]  # the newest
+        if hidden.dtype != torch.bool:
+            hidden = hidden_and_bias(hidden)[0]
+        return hidden if self.batch_first else hidden.mT
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, nhead={self.nhead}, {self.config}"
@@ -536,10 +775,11 @@ class _AttentionParameters(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
 
-def _signs(shape: tuple[int, ...], seed: int, device=None) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 2, shape, generator=generator)
-    return (2.0 * bits - 1.0).to(device)
+def _signs(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random signs on the CPU, whatever the default device is."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    bits = torch.randint(0, 2, shape, generator=generator, device="cpu")
+    return 2.0 * bits - 1.0
 
 
 def _keep_process_noise(module, state_dict, prefix, *_):

@@ -117,7 +117,11 @@ def test_from_torch_takes_everything_over():
         torch.testing.assert_close(mine[name], value)
         assert mine[name].data_ptr() != value.data_ptr()
     layer = ours.layers[0]
-    assert (layer.dropout_p, layer.eps, layer.norm_first) == (0.2, 1e-4, True)
+    assert (layer.dropout_p, layer.norm1.eps, layer.norm_first) == (
+        0.2,
+        1e-4,
+        True,
+    )
     assert mine["log_initial_precision"].dtype == torch.float64
 
 

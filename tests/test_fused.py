@@ -170,8 +170,14 @@ def test_the_operators_keep_pytorchs_rules():
     """Fake kernels, autograd registration and aliasing, by opcheck."""
     torch.manual_seed(0)
     q, k, v = leaf(2, 5, 3), leaf(2, 5, 3), leaf(2, 5, 4)
-    arguments = (q, k, v, True, 0.5)
-    opcheck(fused.weighted_columns, arguments)
+    op = torch.ops.bft_ref.weighted_columns.default
+    opcheck(op, (q, k, v, True, 0.5, [], 1, 0.0, 0, None, None))
+    hidden = torch.tensor([[[[False, True, False, False, True]]]])
+    added = torch.randn(1, 2, 5, 5, dtype=F64)
+    seed = torch.tensor(3)
+    opcheck(op, (q, k, v, True, 0.5, [hidden, added], 2, 0.3, 2, seed, None))
+    rows = torch.tensor([[True] + 4 * [False], 5 * [False]])
+    opcheck(op, (q, k, v, False, 0.5, [hidden], 2, 0.0, 0, None, rows))
     x, w_in, b, w_out = leaf(5, 3), leaf(6, 3), leaf(6), leaf(3, 6)
     columns, shift = leaf(6, 2), leaf(6)
     for s in (shift, None):

@@ -46,7 +46,7 @@ def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
             heads=layer.nhead,
             kv_heads=layer.num_kv_heads,
             norm_first=layer.norm_first,
-            centred=layer.centred,
+            centred=isinstance(layer.norm1, torch.nn.LayerNorm),
             token=config.granularity == "token",
             reading=config.observation,
             prior=config.prior_scale,
@@ -148,12 +148,12 @@ def test_row_rule_of_the_layer_averages_to_the_dense_first_order_variance():
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 4)
     total = 0.0
     for row in signs:
-        layer.probes = row.expand(3, 4)
+        layer._signs = row.expand(3, 4)
         total = total + layer.predict(updated)[0].variance / len(signs)
 
     def function(h):
         normed = F.layer_norm(
-            h, (4,), layer.norm2.weight, layer.norm2.bias, layer.eps
+            h, (4,), layer.norm2.weight, layer.norm2.bias, layer.norm2.eps
         )
         hidden = F.gelu(layer.linear1(normed))
         return h + layer.linear2(hidden)

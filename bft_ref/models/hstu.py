@@ -70,22 +70,22 @@ class HSTULayer(nn.Module):
             weights, v, inner, x, belief, normed, u
         )
         log_observed = torch.where(informative, log_observed, -torch.inf)
-        updated, gain = self.update(belief, Observation(e, log_observed))
+        n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
+            min=torch.finfo(weights.dtype).tiny
+        )
+        seen = Observation(e, log_observed, n, weights)
+        updated, gain = self.update(belief, seen)
         log_q = wide(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
         if not trace:
             return predicted
-        n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
-            min=torch.finfo(weights.dtype).tiny
-        )
         return predicted, LayerTrace(
-            weights,
-            n,
-            log_observed,
+            seen,
             gain,
             updated.log_precision,
             torch.zeros_like(log_observed),
+            log_precision,
         )
 
     def update(

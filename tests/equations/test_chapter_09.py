@@ -43,7 +43,7 @@ def test_observe(config):
     x, scale = belief.mean, torch.ones(2, 5, dtype=F64)
     gamma = torch.ones(d, dtype=F64)
     if layer.norm_first:
-        scale = (x.var(-1, correction=0) + layer.eps).sqrt()
+        scale = (x.var(-1, correction=0) + layer.norm1.eps).sqrt()
         gamma = layer.norm1.weight
         x = layer.norm1(x)
     w_v = layer.self_attn.in_proj_weight[-d:]
