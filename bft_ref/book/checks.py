@@ -12,10 +12,15 @@ without a fact, links, tags and comments are not. There
 - every other numeral is waived with ``<!-- given -->``, but for references
   such as (2.3), Chapter 3, Exercise 2.1, Python 3.11, and for names such as
   float64;
-- every comparison of two facts is true;
+- every comparison of two facts is true, and the word before it states it:
+  ``words.toml`` knows the word, and its direction is the comparison's;
+- what rises from one number to another does rise, in alt texts too;
 - a sentence that quotes a fact and holds a word of order ("larger",
   "falls") has a comparison right after that word, or ``<!-- given -->``.
   A sentence without facts may compare as it likes.
+
+No check reads numbers in words (half, twice), quantifiers (all, never), the
+unit after a number, or above and below without a comparison.
 """
 
 import ast
@@ -51,13 +56,6 @@ REFERENCE = re.compile(
     r"\(\d+\.\d+\)|\b(?:Chapters?|Sections?|Exercises?|Figures?|Parts?|"
     r"Equations?|Labs?|Python|torch|PyTorch) \(?\d+(?:\.\d+)*\)?"
     r"(?:(?:–|, | and | to )\d+(?:\.\d+)*)*",
-    re.IGNORECASE,
-)
-ORDER_WORD = re.compile(
-    r"\b(?:(?:larg|small|great|high|low|few|fast|slow|wid|narrow|clos|"
-    r"strong|weak|long|short)er|(?:bett|wors)er?|more than|less than|falls?|"
-    r"rises?|grows?|shrinks?|increases?|decreases?|drops?|exceeds?)\b"
-    r"(?! or equal)(?P<after><!--.*?-->)?",
     re.IGNORECASE,
 )
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z*(])")
@@ -345,18 +343,39 @@ def pieces(tokens: list[Token]) -> Iterator[str]:
 
 def prose_complaints(source: str, facts: Facts) -> list[str]:
     """What is wrong with the numbers of one Markdown cell."""
-    found = []
+    return [
+        complaint
+        for sentence in sentences(source)
+        for complaint in (
+            *fact_complaints(sentence, facts),
+            *numeral_complaints(sentence),
+        )
+    ]
+
+
+def page_complaints(source: str) -> list[str]:
+    """What is wrong with the facts that a page of the book quotes.
+
+    Its other numbers are its own.
+    """
+    return [
+        complaint
+        for sentence in sentences(source)
+        for complaint in fact_complaints(sentence, {})
+    ]
+
+
+def sentences(source: str) -> Iterator[str]:
+    """The sentences of Markdown that prose checks read."""
     for text in paragraphs(source):
-        if text.lstrip().startswith("<!-- fact"):
-            found.append(f"a line begins with a comment: {text.strip()!r}")
-            continue
-        for sentence in SENTENCE.split(text):
-            found += sentence_complaints(sentence, facts)
-    return found
+        yield from SENTENCE.split(text)
 
 
-def sentence_complaints(text: str, facts: Facts) -> Iterator[str]:
-    """What is wrong with the numbers and order words of one sentence."""
+def fact_complaints(text: str, facts: Facts) -> Iterator[str]:
+    """What is wrong with the facts and order words of one sentence."""
+    if text.lstrip().startswith("<!-- fact"):
+        yield f"a line begins with a comment: {text.strip()!r}"
+        return
     for match in prose.FACT.finditer(text):
         try:
             due = prose.render(match[0], facts)
@@ -374,20 +393,33 @@ def sentence_complaints(text: str, facts: Facts) -> Iterator[str]:
                 yield f"{match[0]!r}: not true of the recorded facts"
         except FactError as error:
             yield f"{match[0]!r}: {error}"
+        if discord := prose.discord(text, match):
+            yield f"{match[0]!r} in {normal(text)!r}: {discord}"
+    yield from prose.misled(text)
     if prose.FACT.search(text):
-        for match in ORDER_WORD.finditer(text):
+        for match in prose.ASKED.finditer(text):
             after = match["after"] or ""
-            if after != GIVEN and not prose.ORDER.fullmatch(after):
+            if match["word"] and not (
+                after == GIVEN or prose.ORDER.fullmatch(after)
+            ):
                 yield (
                     f"{match[0]!r} in {normal(text)!r}: a word of order "
                     "beside a fact needs a comparison right after it"
                 )
-    rest = prose.ORDER.sub("", prose.FACT.sub("", text))
-    for comment in COMMENT.findall(rest):
+    for comment in COMMENT.findall(unreferred(text)):
         if "fact" in comment:
             yield f"{comment!r}: no number or word of that form before it"
+
+
+def unreferred(text: str) -> str:
+    """``text`` without the numbers and comparisons that name facts."""
+    return prose.ORDER.sub("", prose.FACT.sub("", text))
+
+
+def numeral_complaints(text: str) -> Iterator[str]:
+    """Numerals of one sentence that are neither facts nor waived."""
     rest = COMMENT.sub(
-        lambda match: match[0] if match[0] == GIVEN else "", rest
+        lambda match: match[0] if match[0] == GIVEN else "", unreferred(text)
     )
     for match in NUMERAL.finditer(REFERENCE.sub("", rest)):
         if not match["given"]:
@@ -449,6 +481,10 @@ def portability_complaints(notebook: NotebookNode) -> list[str]:
                 found.append(f"cell {at}: a picture not from figure()")
             elif alt != output.metadata.get("image/png", {}).get("alt"):
                 found.append(f"cell {at}: its alt text is not the figure's")
+            found += [
+                f"cell {at}: in its alt text {complaint}"
+                for complaint in prose.misled(alt or "")
+            ]
     return found
 
 

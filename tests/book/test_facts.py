@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -19,6 +20,9 @@ FACTS = {
     "gain": {"value": 0.7714, "tol": 1e-8},
     "low": {"value": -0.25, "tol": 1e-8},
     "big": {"value": 15098.52, "tol": 1e-8},
+    "ahead": {"value": 3.97, "tol": 1e-8},
+    "three": {"value": 3.0, "tol": 1e-8},
+    "two": {"value": 2.0, "tol": 1e-8},
     "tiny": {"value": 1.21e-9, "tol": 1e-8},
     "count": {"value": 1871.0, "tol": 0.0},
     "figure:x": {"value": [1.0, 2.0], "tol": 1e-6},
@@ -38,10 +42,92 @@ def test_prose_states_the_facts(path: Path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_pages_that_quote_a_fact_quote_it_right(path: Path):
-    for text in checks.paragraphs(path.read_text("utf8")):
-        assert prose.render(text, {}) == text
+    assert checks.page_complaints(path.read_text("utf8")) == []
+
+
+def book() -> Iterator[tuple[str, facts.Facts]]:
+    """Every sentence of the book that is checked, and its facts."""
+    for path in NOTEBOOKS:
+        recorded = facts.read(path.parent / "facts", path.stem)
+        notebook = nbformat.read(path, as_version=4)
+        for _, source in checks.sources(notebook, "markdown"):
+            for sentence in checks.sentences(source):
+                yield sentence, recorded
+    for path in PAGES:
+        for sentence in checks.sentences(path.read_text("utf8")):
+            yield sentence, {}
+
+
+def alt_texts() -> Iterator[str]:
+    """The alternative text of every figure of the book."""
+    for path in NOTEBOOKS:
+        for cell in nbformat.read(path, as_version=4).cells:
+            image = cell.metadata.get("mystnb", {}).get("image", {})
+            yield image.get("alt", "")
+
+
+def test_no_comparison_of_the_book_outlives_another_direction():
+    survivors, seen = [], 0
+    for text, recorded in book():
         for found in prose.ORDER.finditer(text):
-            assert prose.holds(found, {}), text
+            word = prose.LAST.search(text[: found.start()])
+            assert word, text
+            says = prose.SAYS[prose.spoken(word[0])]
+            others = [one for one in prose.SAYS if prose.SAYS[one] != says]
+            denied = [f"{no} {word[0]}" for no in ("not", "never", "hardly")]
+            seen += 1
+            survivors += [
+                (one, text)
+                for one in [*others, *denied, "odder", "the"]
+                if not any(
+                    found[0] in complaint
+                    for complaint in checks.fact_complaints(
+                        text[: word.start()] + one + text[word.end() :],
+                        recorded,
+                    )
+                )
+            ]
+    assert seen > 20
+    assert survivors == []
+
+
+def test_no_course_of_the_book_outlives_the_other_direction():
+    texts = [text for text, _ in book()]
+    survivors = []
+    for source in (texts, alt_texts()):
+        seen = 0
+        for text in source:
+            plain = checks.COMMENT.sub("", text)
+            for found in prose.COURSE.finditer(plain):
+                seen += 1
+                old, new = found["old"], found["new"]
+                other = "falls" if found["word"] in RISING else "rises"
+                swapped = found[0].replace(old, "@").replace(new, old)
+                survivors += [
+                    mutant
+                    for mutant in (
+                        swapped.replace("@", new),
+                        found[0].replace(found["word"], other),
+                    )
+                    if not list(prose.misled(mutant))
+                ]
+        assert seen > 3
+    assert survivors == []
+
+
+RISING = prose.WORDS["changes"][">"]
+
+
+def test_a_word_of_order_has_one_direction_and_one_place():
+    listed = [
+        word
+        for kind in ("comparatives", "changes", "others")
+        for words in prose.WORDS[kind].values()
+        for word in words
+    ]
+    assert len(listed) == len(set(listed))
+    assert all(word == prose.spoken(word) for word in listed)
+    assert set(prose.SAYS.values()) <= {*prose.SIGNS, "better", "worse"}
 
 
 def test_every_facts_file_has_its_notebook():
@@ -65,6 +151,27 @@ RIGHT = [
     "It is 0.77<!-- fact: gain .2f -->, higher<!-- fact: gain > low -->.",
     "A larger one. It is 0.77<!-- fact: gain .2f --> here.",
     "It is 0.77<!-- fact: gain .2f -->, a higher<!-- given --> aim.",
+    "It is 0.77<!-- fact: gain .2f -->, no longer a claim.",
+    "It is 0.77<!-- fact: gain .2f -->, less; more below.",
+    "It is 3.97<!-- fact: ahead .2f --> there.",
+    "It is more\nthan<!-- fact: gain > low --> that.",
+    "*Lower*<!-- fact: low < 0 --> than 0.5<!-- given -->.",
+    "It exceeds<!-- fact: gain > -0.5 --> that.",
+    "It is not much lower<!-- fact: gain >= low --> than that.",
+    "It doesn't ever fall<!-- fact: gain >= low -->.",
+    "It does not move, and is higher<!-- fact: gain > low -->.",
+    "It has at most<!-- fact: low <= gain --> that.",
+    "It is better<!-- fact: low < gain, less is better --> so.",
+    "It is better<!-- fact: gain > low, more is better --> so.",
+    "It is slower<!-- fact: gain > low, less is faster --> so.",
+    "It falls<!-- fact: low < gain --> from 0.77<!-- fact: gain .2f --> to "
+    "−0.25<!-- fact: low .2f -->.",
+    "It rose from 1871<!-- given --> to 1850<!-- given -->.",
+    "It rises<!-- given --> from 3<!-- fact: three d --> to "
+    "2<!-- fact: two d -->.",
+    "It rises<!-- fact: gain > low --> by 0.77<!-- fact: gain .2f -->.",
+    "It is lower<!-- fact: low < gain --> than the 0.77<!-- fact: gain .2f -->"
+    " there.",
     "See (2.3), Chapter 3, equations (2.3)–(2.5), Exercise 2.1, float64.",
     "# 2 A title of 1871\n\n`x = 3`, $y = 4$, [a 5](https://x.y/6) text",
     "1. First\n2. Second, of CO₂\n\n```\nx = 12\n```",
@@ -86,6 +193,42 @@ WRONG = [
     ("<p>There are 12 of them</p>", "'12'"),
     ("> **Note.** Some 12 of them.", "'12'"),
     ("It is lower<!-- fact: gain < low -->.", "not true"),
+    ("It is lower<!-- fact: low < -0.5 -->.", "not true"),
+    ("It rises<!-- fact: low < gain -->.", "'rises' says >"),
+    ("It rises<!-- fact: gain >= low -->.", "'rises' says >"),
+    ("It is odder<!-- fact: gain > low -->.", "'odder' is no word of order"),
+    ("It is odder<!-- fact: gain > low -->.", "words.toml"),
+    ("It is flower<!-- fact: low < gain -->.", "'flower' is no word"),
+    ("It is not lower<!-- fact: low < gain -->.", "not lower' says >="),
+    ("It isn’t lower<!-- fact: low < gain -->.", "lower' says >="),
+    ("It hardly rises<!-- fact: gain > low -->.", "what 'hardly' leaves of"),
+    ("It is better<!-- fact: gain > low -->.", "less is better"),
+    ("It is lower<!-- fact: low < gain, less is better -->.", "no other"),
+    ("It is worse<!-- fact: low < gain, less is better -->.", "says >"),
+    ("It is better<!-- fact: low < gain, more is better -->.", "says >"),
+    ("It is better<!-- fact: low < gain, less is worse -->.", "for better"),
+    (
+        "It falls<!-- fact: low < gain --> from −0.25<!-- fact: low .2f --> "
+        "to 0.77<!-- fact: gain .2f -->.",
+        "'falls from −0.25 to 0.77': the numbers go the other way",
+    ),
+    (
+        "It rises<!-- fact: gain > low --> by −0.25<!-- fact: low .2f -->.",
+        "'rises by −0.25': by a negative number",
+    ),
+    (
+        "A rise<!-- fact: gain > low --> from 1.2 × 10⁻⁹<!-- fact: tiny .1e "
+        "--> to −0.25<!-- fact: low .2f -->.",
+        "go the other way",
+    ),
+    (
+        "It is lower<!-- fact: low < gain --> than "
+        "the −0.25<!-- fact: low .2f --> there.",
+        "'than' leads to low",
+    ),
+    ("It is 0.77<!-- fact: gain .2f -->, further than that.", "'further' in"),
+    ("It is 0.77<!-- fact: gain .2f --> more often than.", "'more' in"),
+    ("It is 0.77<!-- fact: gain .2f -->, no lower.", "'lower' in"),
     ("It is lower<!-- fact: gain < gone -->.", "no fact 'gone'"),
     ("It is lower<!-- fact: gain = low -->.", "no number or word"),
     ("Text\n\n<!-- fact: gain .2f --> 0.77", "a line begins"),
@@ -104,6 +247,18 @@ def test_prose_that_is_right_passes(source: str):
 def test_prose_that_is_wrong_is_noticed(source: str, said: str):
     complaints = checks.prose_complaints(source, FACTS)
     assert said in complaints[0]
+
+
+def test_what_is_wrong_with_a_fact_on_a_page_is_noticed():
+    page = "Its 12 are higher<!-- fact: {} -->."
+    right = page.format("02:fused_sd < 02:sd_better")
+    assert checks.page_complaints(right.replace("higher", "lower")) == []
+    (found,) = checks.page_complaints(right)
+    assert "'higher' says >" in found
+    (found,) = checks.page_complaints(page.format("02:fused_sd = 1"))
+    assert "no number or word of that form" in found
+    (found,) = checks.page_complaints("55<!-- fact: 02:fused_sd .0f --> fell.")
+    assert "a word of order beside a fact" in found
 
 
 def test_rendering_mends_the_digits_and_nothing_else():

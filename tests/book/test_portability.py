@@ -84,6 +84,13 @@ def test_a_picture_without_its_alt_text_is_noticed():
     assert "alt text is not the figure's" in found
     cell.metadata["mystnb"] = {"image": {"alt": "2 curves."}}
     assert checks.portability_complaints(book(cell)) == []
+    alt = {"alt": "A curve that falls from 3 to 4.5 km."}
+    cell.outputs[0].metadata["image/png"] = alt
+    cell.metadata["mystnb"] = {"image": alt}
+    (found,) = checks.portability_complaints(book(cell))
+    assert "'falls from 3 to 4.5': the numbers go the other way" in found
+    cell.outputs[0].metadata["image/png"] = {"alt": "2 curves."}
+    cell.metadata["mystnb"] = {"image": {"alt": "2 curves."}}
     cell.source = "plt.show()"
     (found,) = checks.portability_complaints(book(cell))
     assert "not from figure()" in found
