@@ -6,8 +6,11 @@ a compiled or exported graph must not wait for a number.
 
 from collections.abc import Iterable
 from dataclasses import fields
-from numbers import Real
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +27,17 @@ def _every(condition: Tensor) -> bool:
         return True
 
 
-def some(condition: Tensor) -> bool:
-    """Whether any entry holds; True where values cannot be read."""
+def anywhere(*conditions: Tensor) -> list[bool] | None:
+    """Whether each condition holds anywhere; None where that is not known.
+
+    One answer for all of them, so that a GPU is waited for once.
+    """
+    if not values_can_be_read():
+        return None
     try:
-        return bool(condition.any())
-    except RuntimeError:  # inside torch.func.vmap
-        return True
+        return torch.stack([c.any() for c in conditions]).tolist()
+    except RuntimeError:  # inside torch.func.vmap values have no truth value
+        return None
 
 
 def floating(name: str, x: Tensor) -> Tensor:
@@ -157,17 +165,70 @@ def number(
     name: str, value: object, low: float, high: float = torch.inf
 ) -> float:
     """Raise unless ``value`` is finite and low < value <= high."""
-    if not isinstance(value, Real):
-        raise TypeError(
-            f"{name}: expected a number, got {type(value).__name__}"
-        )
-    value = float(value)
+    value = _real(name, value)
     if not low < value <= high or value == torch.inf:
         end = f"{high:g}]" if high < torch.inf else "inf)"
         raise ValueError(
             f"{name}: expected a number in ({low:g}, {end}, got {value!r}"
         )
     return value
+
+
+def within(
+    name: str, value: object, low: float, high: float = torch.inf
+) -> float:
+    """Raise unless ``value`` is finite and low <= value <= high."""
+    value = _real(name, value)
+    if not low <= value <= high or value == torch.inf:
+        end = f"{high:g}]" if high < torch.inf else "inf)"
+        raise ValueError(
+            f"{name}: expected a number in [{low:g}, {end}, got {value!r}"
+        )
+    return value
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name}: expected a number, got {type(value).__name__}"
+        )
+    return float(value)
+
+
+def typed(config) -> None:
+    """Raise TypeError unless each field of a dataclass is of its type.
+
+    Fields may be numbers, strings, tuples of one kind, other dataclasses, and
+    unions of these. What means the same becomes the same: NumPy's numbers are
+    turned into Python's, an int into a float where one is expected, a list
+    into a tuple. A bool is no number.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        value = _as(name, kind, getattr(config, name))
+        object.__setattr__(config, name, value)
+
+
+def _as(name: str, kind: Any, value: Any) -> Any:
+    union = get_origin(kind) in (Union, UnionType)
+    kinds = get_args(kind) if union else (kind,)
+    truth = isinstance(value, bool | np.bool_)
+    for each in kinds:
+        if get_origin(each) is tuple and isinstance(value, list | tuple):
+            return tuple(_as(name, get_args(each)[0], x) for x in value)
+        if each is bool and truth:
+            return bool(value)
+        if each is int and isinstance(value, Integral) and not truth:
+            return int(value)
+        if each is float and isinstance(value, Real) and not truth:
+            return float(value)
+        other = each not in (int, float) and isinstance(each, type)
+        if other and isinstance(value, each):
+            return value
+    said = " or ".join(
+        "None" if each is NoneType else getattr(each, "__name__", str(each))
+        for each in kinds
+    )
+    raise TypeError(f"{name}: expected {said}, got {value!r}")
 
 
 def unread(config, readers: dict[str, str]) -> None:

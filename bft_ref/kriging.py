@@ -345,9 +345,7 @@ def settle(
     """
     doubtful = (spread < 2.0**-12 * second) & (n_eff > 1.01).unsqueeze(-1)
     doubtful = torch.ones_like(doubtful) if everywhere else doubtful
-    if spread.dtype == torch.float32 and (
-        not checks.values_can_be_read() or checks.some(doubtful)
-    ):
+    if spread.dtype == torch.float32 and checks.anywhere(doubtful) != [False]:
         rows = doubtful.any(-1)
         spread = torch.where(doubtful, in_float64(rows).float(), spread)
     return spread.clamp(min=0.0).masked_fill((n_eff <= 1).unsqueeze(-1), 0.0)

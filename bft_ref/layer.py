@@ -55,6 +55,7 @@ class BFTConfig:
     n_eff_gradient: bool = True
 
     def __post_init__(self):
+        checks.typed(self)
         for name, allowed in [
             ("granularity", ("feature", "token")),
             ("observation", reml.READINGS),

@@ -74,7 +74,7 @@ def test_shapes_are_named():
 @pytest.mark.parametrize(
     "mask,kind,words",
     [
-        (torch.ones(2).int(), TypeError, r"int32.*m\.bool\(\)"),
+        (torch.ones(2).int(), TypeError, r"int32.*m == 0"),
         ([True], TypeError, "list"),
         (torch.ones(5, 3, 2).bool(), ValueError, r"\(3, 2\).*\(5, 3, 2\)"),
         (torch.ones(3).bool(), ValueError, r"got \(3,\)"),
@@ -94,8 +94,36 @@ def test_numbers_are_named(value):
     if value != 2.5:
         with pytest.raises(ValueError, match=r"^q: .*\(0, inf\), got "):
             checks.number("q", value, 0.0)
-    with pytest.raises(TypeError, match="^q: expected a number, got str"):
-        checks.number("q", "1", 0.0)
+    if value != 0:
+        with pytest.raises(ValueError, match=r"^q: .*\[0, 2\], got "):
+            checks.within("q", value, 0.0, 2.0)
+    for check in (checks.number, checks.within):
+        for other, kind in [("1", "str"), (True, "bool"), (None, "NoneType")]:
+            with pytest.raises(TypeError, match=f"^q: .* number, got {kind}"):
+                check("q", other, 0.0, 2.0)
+
+
+def test_numbers_at_the_ends():
+    assert checks.number("q", 2, 0.0, 2.0) == 2.0
+    assert checks.within("q", 0, 0.0, 2.0) == 0.0
+    assert checks.within("q", 1e300, 0.0) == 1e300
+    with pytest.raises(ValueError, match=r"^q: .*\[0, inf\), got inf"):
+        checks.within("q", torch.inf, 0.0)
+
+
+def test_conditions_are_asked_together_where_they_can_be():
+    yes, no = torch.tensor([False, True]), torch.zeros(2, 0).bool()
+    assert checks.anywhere(yes, no, ~yes) == [True, False, True]
+    seen = []
+
+    def asked(x):
+        seen.append(checks.anywhere(x > 0))
+        return x
+
+    torch.func.vmap(asked)(GOOD)
+    torch.compile(asked, backend="eager")(GOOD)
+    asked(torch.ones(2, device="meta"))
+    assert seen == [None, None, None]
 
 
 def test_values_are_not_read_under_vmap_or_on_meta_tensors():

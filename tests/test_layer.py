@@ -662,7 +662,7 @@ def test_config_errors_name_the_option(option, value):
 def test_config_refuses_a_row_rule_per_token_and_text_for_a_number():
     with pytest.raises(ValueError, match="^variance_rule: .*'token'"):
         BFTConfig(variance_rule="row", granularity="token")
-    with pytest.raises(TypeError, match="^prior_dof: .*str"):
+    with pytest.raises(TypeError, match="^prior_dof: expected float"):
         BFTConfig(prior_dof="1")
 
 

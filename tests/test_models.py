@@ -1,6 +1,8 @@
 """The recommenders against independent formulations, and the switch."""
 
+import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -453,7 +455,7 @@ def test_the_mask_counts_among_the_places():
     """The last items that fit beside it, and every place is learned."""
     model = small("bert4rec")
     long = torch.arange(1, 11)[None]
-    for count in (3, 7, 8, 10):
+    for count in (3, 7, 8):
         items = torch.where(torch.arange(10) < count, long, 0)
         asked, _ = model.question(items)
         kept = asked[0][asked[0] > 0].tolist()
@@ -518,7 +520,7 @@ def test_tau_bias_moves_the_logits_alone(model):
         biased.tau.learned.log_precision.weight[7] = -200.0
     seen = biased(ids([5, 7, 2]))
     # an item of no precision is not attended to, except by itself
-    other = biased(ids([5, 7, 2]).where(ids([0, 1, 0]) == 0, 7))
+    other = biased(ids([5, 7, 2]).where(torch.tensor([[1, 0, 1]]) > 0, 7))
     torch.testing.assert_close(seen, other)
     assert not torch.allclose(seen, plain(ids([5, 7, 2])))
 
@@ -624,11 +626,89 @@ def test_precision_learns_at_its_own_rate():
         ({"tau_bias": True, "bft": FILTER}, "bft"),
         ({"model": "bert4rec", "residual": "original"}, "residual"),
         ({"model": "hstu", "gate": "ligr"}, "gate"),
+        ({"model": "bert4rec", "length": 1}, "length: expected at least 2"),
+        ({"dropout": math.nan}, "dropout"),
+        ({"embedding_std": math.nan}, "embedding_std: expected a number in"),
+        ({"gate": "constant", "gate_value": math.nan}, "gate_value"),
+        ({"bft": FILTER, "tau_start": 0.0}, "tau_start: expected a number in"),
+        ({"tau": "frequency", "bft": FILTER, "tau_power": math.nan}, "tau_po"),
+        ({"model": "hstu", "temperature": 0.0}, "temperature: expected a num"),
+        ({"model": "hstu", "temperature": -0.1}, "temperature: expected a nu"),
     ],
 )
 def test_configuration_names_the_bad_argument(given, said):
     with pytest.raises(ValueError, match=said):
         ModelConfig(**(SMALL | given))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        *(
+            ({name: value}, f"{name}: expected int, got {value!r}")
+            for name in ("n_items", "d", "layers", "heads", "ffn", "length")
+            for value in (16.0, True, "16", None)
+        ),
+        *(
+            ({name: value}, f"{name}: expected float.*, got {value!r}")
+            for name in ("dropout", "tau_power", "tau_start", "temperature")
+            for value in ("0.1", True, None)
+        ),
+        ({"embedding_std": "x"}, "embedding_std: expected float or None"),
+        ({"gate_value": True}, "gate_value: expected float or .*, got True"),
+        ({"gate_value": (1.0, "x")}, "gate_value: expected float, got 'x'"),
+        ({"tau_bias": 1}, "tau_bias: expected bool, got 1"),
+        ({"tau_bias": "no"}, "tau_bias: expected bool, got 'no'"),
+        ({"model": 3}, "model: expected str, got 3"),
+        ({"activation": F.relu}, "activation: expected str"),
+        ({"bft": True}, "bft: expected BFTConfig or None, got True"),
+        ({"bft": {"project": False}}, "bft: expected BFTConfig or None, got"),
+    ],
+)
+def test_configuration_names_a_field_of_another_type(given, said):
+    with pytest.raises(TypeError, match=said):
+        ModelConfig(**(SMALL | given))
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"n_items": np.int64(30), "d": np.int32(16), "tau_bias": np.True_}
+    given |= {"dropout": np.float32(0.5), "tau_power": -1, "tau": "frequency"}
+    found = ModelConfig(**given)
+    plain = {"n_items": 30, "d": 16, "tau_bias": True, "dropout": 0.5}
+    expected = ModelConfig(**plain, tau_power=-1.0, tau="frequency")
+    assert found == expected
+    assert json.dumps(asdict(found)) == json.dumps(asdict(expected))
+    listed = ModelConfig(9, gate="vector", gate_value=[1, 0.5])
+    assert listed.gate_value == (1.0, 0.5) and hash(listed)
+
+
+@pytest.mark.parametrize(
+    "frequency, error, said",
+    [
+        (np.ones(30), ValueError, r"expected shape \(31,\).*got \(30,\)"),
+        (np.ones(32), ValueError, r"expected shape \(31,\).*got \(32,\)"),
+        (np.ones((31, 1)), ValueError, r"got \(31, 1\)"),
+        (3, ValueError, r"got \(\)"),
+        (np.array(["1"] * 31), TypeError, "expected numbers, got <U1"),
+        (np.ones(31, bool), TypeError, "expected numbers, got bool"),
+        ([0.0, 2.0, math.nan] + [1.0] * 28, ValueError, "got nan for item 2"),
+        ([0.0, 2.0, math.inf] + [1.0] * 28, ValueError, "got inf for item 2"),
+        ([0, 2, 3, -1] + [1] * 27, ValueError, "got -1 for item 3"),
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_frequencies_that_are_none_are_refused(model, frequency, error, said):
+    """Also by a model that would not read them."""
+    for given in ({"bft": BFTConfig(), "tau": "shuffled"}, {}):
+        config = ModelConfig(model=model, **(SMALL | given))
+        with pytest.raises(error, match=f"frequency: .*{said}"):
+            build(config, frequency)
+
+
+def test_only_a_configuration_builds_a_model():
+    for given in ("sasrec", BFTConfig(), {"n_items": 3}):
+        with pytest.raises(TypeError, match="config: expected a ModelConfig"):
+            build(given)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -649,14 +729,6 @@ def test_a_batch_keeps_the_last_ids_and_pads_on_the_right():
     rows = [np.arange(1, 12), np.array([3, 5]), np.array([], dtype=int)]
     found = as_batch(rows, 4)
     assert found.tolist() == [[8, 9, 10, 11], [3, 5, 0, 0], [0, 0, 0, 0]]
-
-
-def test_bad_batches_are_named():
-    net = small()
-    with pytest.raises(ValueError, match="items.*T <= 8"):
-        net(torch.ones(1, 9, dtype=torch.long))
-    with pytest.raises(ValueError, match="at least one item"):
-        net.scores(torch.zeros(1, 3, dtype=torch.long))
 
 
 def test_the_sandwich_is_the_estimator_hstu_uses(monkeypatch):

@@ -3,9 +3,10 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +162,80 @@ def test_losses_name_the_bad_argument():
         next_item_loss(*given, None, n_items=N)
     with pytest.raises(ValueError, match="loss"):
         next_item_loss(*given, None, n_items=N, kind="hinge")
+    query, target, keys, bias = given
+    own = {"n_items": N, "kind": "full"}
+    for ids in (0, -1, N + 1):  # N + 1 is [MASK], which has a key
+        wrong = target.clone()
+        wrong[3] = ids
+        longer = torch.cat([keys, keys]), torch.cat([bias, bias])
+        with pytest.raises(ValueError, match=f"target: .* in 1…{N}"):
+            next_item_loss(query, wrong, *longer, None, **own)
+        with pytest.raises(ValueError, match=f"negatives: .* in 1…{N}"):
+            next_item_loss(query, target, *longer, wrong, n_items=N)
+    with pytest.raises(TypeError, match="target: .* got torch.float32"):
+        next_item_loss(query, target.float(), keys, bias, None, **own)
+    with pytest.raises(ValueError, match="target: .* one question, got none"):
+        next_item_loss(query[:0], target[:0], keys, bias, None, **own)
+    with pytest.raises(ValueError, match=f"keys: .* {N + 2} rows"):
+        next_item_loss(*given, None, n_items=N + 1, kind="full")
+
+
+@pytest.mark.parametrize("loss", ["sampled", "full", "bce", "gbce"])
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_a_catalogue_of_one_item_is_trained_on_and_ranked(model, loss):
+    data = Sequences.of([[1, 1, 1, 1], [1, 1, 1]] * 3)
+    for given in ({}, {"bft": BFTConfig(), "tau": "frequency"}):
+        given = {"model": model, **given}
+        result = run(data, model=given, loss=loss, final=True).result
+        assert result["test"]["NDCG@10"] == 1
+        losses = [record["loss"] for record in result["history"]]
+        if loss in ("sampled", "full"):  # what is certain costs nothing
+            assert losses == [0, 0, 0]
+        else:
+            assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("model", [{}, {"bft": BFTConfig()}])
+def test_a_trained_model_is_ready_to_score(sequences, model):
+    net = run(sequences, model=model, epochs=1).model
+    items = torch.tensor([[3, 4, 5]])
+    assert not any(module.training for module in net.modules())
+    assert torch.equal(net.scores(items), net.scores(items))
+
+
+def test_a_run_is_the_same_twice_whatever_was_drawn_before(sequences):
+    runs, states = [], []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        np.random.seed(state)  # noqa: NPY002
+        runs.append(run(sequences, model={"bft": BFTConfig()}, epochs=2))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)  # fit sets PyTorch's own seed
+    first, second = runs
+    for x, y in zip(
+        first.model.parameters(), second.model.parameters(), strict=True
+    ):
+        assert torch.equal(x, y)
+    assert clockless(first.result["history"]) == clockless(
+        second.result["history"]
+    )
+    other = run(sequences, model={"bft": BFTConfig()}, epochs=2, seed=1)
+    assert clockless(other.result["history"]) != clockless(
+        first.result["history"]
+    )
+
+
+def test_another_number_of_threads_changes_rounding_at_most(sequences):
+    net = run(sequences, model={"bft": BFTConfig()}, epochs=1).model
+    items = torch.randint(1, 41, (64, 6))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(net.scores(items))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def epoch(sequences, seed=0, **given):
@@ -552,6 +627,8 @@ def test_result_has_its_provenance(sequences):
     assert result["code"]["torch"] == torch.__version__
     assert len(result["code"]["source_sha256"]) == 64
     assert result["training_peak_bytes"] > 1e6
+    device = next(fitted.model.parameters()).device
+    assert result["device"] == provenance.device_name(device)
     assert result["resumed_with"] == []
     assert result["seed"] == 0 and result["epochs"] == 2
     assert str(ROOT) not in json.dumps(result)
@@ -875,7 +952,7 @@ COMMON = """--data my.txt --data-dir there --format s3rec --length 9
     --embedding-std 0.3 --epochs 7
     --patience 3 --evaluate-every 2 --batch 17 --lr 0.02 --weight-decay 0.01
     --every-window --seed 11 --device meta --threads 5 --checkpoint c.pt
-    --quiet --final"""
+    --quiet --final --read-at 3,5"""
 SAMPLED = """--residual original --gate vector --gate-value 0.9,0.5,0.2
     --tau-bias --tau shuffled --tau-power 0.25 --tau-start 2
     --precision-lr 0.03 --loss sampled --negatives 77 --no-correct"""
@@ -954,6 +1031,7 @@ def test_every_option_arrives(monkeypatch, line, model, train):
         "device": torch.device("meta"),
         "checkpoint": Path("c.pt"),
         "final": True,
+        "read_at": [3, 5],
         "progress": False,
     }
     assert threads == [5]
@@ -1027,11 +1105,41 @@ def test_filter_options_become_a_config():
         {"calibration": 1.1},
         {"calibration": math.nan},
         {"clip": -1.0},
+        {"clip": math.nan},
+        {"clip": math.inf},
+        {"negatives": 0},
+        {"lr": math.nan},
+        {"lr": math.inf},
+        {"precision_lr": math.nan},
+        {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"mask_rate": math.nan},
+        {"last_rate": -0.1},
+        {"last_rate": 1.1},
+        {"last_rate": math.nan},
+        {"seed": -1},
+        {"seed": 2**64},
     ],
 )
 def test_training_configuration_names_the_bad_argument(given):
-    with pytest.raises(ValueError, match=next(iter(given))):
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected"):
         TrainConfig(**given)
+
+
+@pytest.mark.parametrize("field", fields(TrainConfig), ids=lambda f: f.name)
+def test_training_configuration_names_a_field_of_another_type(field):
+    others = {int: (3.0, True, "3"), float: ("3", True), bool: (1, "no")}
+    for value in (None, [3], *others.get(field.type, (3,))):
+        said = f"^{field.name}: expected {field.type.__name__}, got "
+        with pytest.raises(TypeError, match=said + re.escape(repr(value))):
+            TrainConfig(**{field.name: value})
+
+
+def test_one_and_one_point_nought_are_one_training_configuration():
+    found = TrainConfig(lr=1, epochs=np.int64(3), weight_decay=np.float32(0))
+    assert json.dumps(asdict(found)) == json.dumps(
+        asdict(TrainConfig(lr=1.0, epochs=3))
+    )
 
 
 @pytest.mark.parametrize("end", [0.0, 1.0])

@@ -1,6 +1,6 @@
 """SASRec, BERT4Rec and HSTU, each with or without the Bayesian filter."""
 
-from bft_ref.models.base import ModelConfig, Recommender
+from bft_ref.models.base import ModelConfig, Recommender, as_batch
 from bft_ref.models.bert4rec import BERT4Rec
 from bft_ref.models.gates import GATES, Gate
 from bft_ref.models.hstu import HSTU
@@ -18,8 +18,13 @@ def build(config: ModelConfig, frequency=None) -> Recommender:
     """The model that ``config.model`` names.
 
     ``frequency`` (n_items + 1,) is needed where the initial precision is
-    fixed from it.
+    fixed from it; elsewhere it is only checked.
+    Raises: TypeError or ValueError for another config or frequency.
     """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(
+            f"config: expected a ModelConfig, got {type(config).__name__}"
+        )
     return MODELS[config.model](config, frequency)
 
 
@@ -33,5 +38,6 @@ __all__ = [
     "ModelConfig",
     "Recommender",
     "SASRec",
+    "as_batch",
     "build",
 ]

@@ -1,17 +1,19 @@
 """What the three recommenders share: configuration, embedding, scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from bft_ref import checks
-from bft_ref.layer import BFTConfig
+from bft_ref.layer import BFTConfig, LayerTrace
 from bft_ref.models.gates import GATES
-from bft_ref.models.precision import SOURCES, InitialPrecision
+from bft_ref.models.padding import Rows, on_the_right
+from bft_ref.models.precision import SOURCES, InitialPrecision, counts
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class ModelConfig:
     normed input carried on). Sizes: ``d`` the state, ``ffn`` its hidden layer
     (HSTU has none). An option that the model does not read is refused unless
     it is a size or stands at its default.
+
+    Raises: TypeError for a field of another type; ValueError for values that
+    do not fit, each naming the field.
     """
 
     n_items: int
@@ -57,6 +62,7 @@ class ModelConfig:
     bft: BFTConfig | None = None
 
     def __post_init__(self):
+        checks.typed(self)
         checks.choice("model", self.model, ("sasrec", "bert4rec", "hstu"))
         checks.choice("residual", self.residual, ("pre", "original"))
         checks.choice("gate", self.gate, GATES)
@@ -66,6 +72,11 @@ class ModelConfig:
                 raise ValueError(
                     f"{name}: expected at least 1, got {getattr(self, name)}"
                 )
+        if self.model == "bert4rec" and self.length < 2:
+            raise ValueError(
+                "length: expected at least 2 for bert4rec, whose [MASK] takes "
+                f"one place; got {self.length}"
+            )
         if self.d % self.heads:
             raise ValueError(
                 f"heads: expected a divisor of d={self.d}, got {self.heads}"
@@ -78,8 +89,10 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected [0, 1), got {self.dropout!r}")
-        if self.embedding_std is not None:
-            checks.number("embedding_std", self.embedding_std, 0.0)
+        for name in ("embedding_std", "tau_start", "temperature"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), 0.0)
+        checks.number("tau_power", self.tau_power, -np.inf)
         plain_only = [
             name
             for name, given in [
@@ -131,20 +144,24 @@ class ModelConfig:
     @property
     def gate_values(self) -> tuple[float, ...]:
         """``gate_value`` of each layer."""
-        if isinstance(self.gate_value, int | float):
-            return (self.gate_value,) * self.layers
-        return tuple(self.gate_value)
+        if isinstance(self.gate_value, tuple):
+            return self.gate_value
+        return (self.gate_value,) * self.layers
 
 
 class Recommender(nn.Module):
     """Items in time order → a state after each, and scores for the next.
 
-    Sequences are padded on the right with 0, to the longest of the batch:
-    a causal model then needs no padding mask. Positions count back from the
-    end of the sequence, as with the customary left padding.
+    Sequences are padded with 0 on either side. They are read padded on the
+    right, so that a causal model needs no padding mask, and what comes back
+    is in the places that were given. Positions count back from the end of
+    the sequence, as with the customary left padding.
 
-    Shapes: ``items`` (B, T), T ≤ length; ``times`` (B, T) in seconds or None
-    → :meth:`forward` (B, T, d).
+    Shapes: ``items`` (B, T), at most ``length`` ids a row; ``times`` (B, T)
+    in seconds, or None → :meth:`forward` (B, T, d). float32 does not tell the
+    seconds since 1970 apart: give float64, or seconds since each first item.
+    Raises: TypeError or ValueError for what is no such batch, naming row and
+    position.
     """
 
     #: rows of the embedding table beyond padding and the items
@@ -153,6 +170,8 @@ class Recommender(nn.Module):
     def __init__(self, config: ModelConfig, frequency=None):
         super().__init__()
         self.config = c = config
+        if frequency is not None:
+            frequency = counts(frequency, c.n_items + 1, c.n_items + 1)
         rows = c.n_items + 1 + self.special
         self.items = nn.Embedding(rows, c.d, padding_idx=0)
         self.positions = nn.Embedding(c.length, c.d)
@@ -177,15 +196,24 @@ class Recommender(nn.Module):
     ) -> Tensor:
         """(B, T) → (B, T, d): √d times (item + position), O(1) per feature.
 
-        Then comes ``norm``, if there is one, and dropout. Raises: ValueError
-        for a sequence longer than ``length``.
+        Then comes ``norm``, if there is one, and dropout.
         """
+        rows = self._rows(items)
+        return rows.restore(self._embed(rows.items, norm), 1)
+
+    def _rows(
+        self, items: Tensor, times: Tensor | None = None, **given
+    ) -> Rows:
+        known = {
+            "largest": self.items.num_embeddings - 1,
+            "length": self.config.length,
+        }
+        return on_the_right(items, times, **(known | given))
+
+    def _embed(
+        self, items: Tensor, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         longest = self.positions.num_embeddings
-        if items.dim() != 2 or items.shape[1] > longest:
-            raise ValueError(
-                f"items: expected shape (B, T <= {longest}), got "
-                f"{tuple(items.shape)}"
-            )
         left = (items > 0).sum(1, keepdim=True)
         place = torch.arange(items.shape[1], device=items.device)
         place = (longest - left + place).clamp(max=longest - 1)
@@ -194,7 +222,35 @@ class Recommender(nn.Module):
         x = x if norm is None else norm(x)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def forward(self, items: Tensor, times: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        items: Tensor,
+        times: Tensor | None = None,
+        trace: bool = False,
+    ):
+        """The states, and with ``trace`` a list of each layer's internals.
+
+        Raises: ValueError for the trace of a plain model.
+        """
+        if trace and self.config.bft is None:
+            raise ValueError(
+                "trace: expected False for a plain model, which has no filter "
+                "to be traced; got True"
+            )
+        rows = self._rows(items, times)
+        hidden, traces = self.states(rows.items, rows.times, trace)
+        hidden = rows.restore(hidden, 1)
+        if not trace:
+            return hidden
+        return hidden, [rows.restore_trace(each) for each in traces]
+
+    def states(
+        self, items: Tensor, times: Tensor | None, trace: bool
+    ) -> tuple[Tensor, list[LayerTrace]]:
+        """What :meth:`forward` gives, of checked rows padded on the right.
+
+        No internals without ``trace``.
+        """
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -206,20 +262,29 @@ class Recommender(nn.Module):
         return self.items.weight, None
 
     def question(self, items: Tensor, times: Tensor | None = None):
-        """What to feed to predict the item after each sequence."""
-        return items, times
+        """What to feed to predict the item after each sequence.
+
+        It is padded on the right. Raises: ValueError for an empty sequence.
+        """
+        rows = self._rows(
+            items, times, largest=self.config.n_items, empty=False
+        )
+        return rows.items, rows.times
 
     @torch.no_grad()
     def scores(self, items: Tensor, times: Tensor | None = None) -> Tensor:
         """Scores of all items for the item after each sequence.
 
         Shape: (B, n_items + 1), column 0 is −inf. Raises: ValueError for an
-        empty sequence.
+        empty sequence, or a model that would drop out.
         """
+        if self.training and self.config.dropout > 0:
+            raise ValueError(
+                "model: expected one in evaluation mode, got one in training "
+                "mode, whose dropout makes scores random; call model.eval()"
+            )
         items, times = self.question(items, times)
         last = (items > 0).sum(1) - 1
-        if bool((last < 0).any()):
-            raise ValueError("items: expected at least one item a sequence")
         hidden = self(items, times)
         rows = torch.arange(len(items), device=items.device)
         query = self.head(hidden[rows, last])
@@ -242,11 +307,29 @@ class Recommender(nn.Module):
         return found
 
 
-def as_batch(rows: list[np.ndarray], length: int, device=None) -> Tensor:
-    """Pad the last ``length`` ids of each row on the right: (B, T)."""
-    rows = [np.asarray(row)[-length:] for row in rows]
-    width = max((len(row) for row in rows), default=0)
-    batch = np.zeros((len(rows), width), dtype=np.int64)
-    for i, row in enumerate(rows):
+def as_batch(rows: Iterable[ArrayLike], length: int, device=None) -> Tensor:
+    """Pad the last ``length`` ids of each row on the right: (B, T).
+
+    Padding (0) that a row has at its ends does not count. Raises: TypeError
+    for ids that are no integers; ValueError for a row of another shape, or
+    ``length`` < 1.
+    """
+    if length < 1:
+        raise ValueError(f"length: expected at least 1, got {length}")
+    kept = [_ids(row)[-length:] for row in rows]
+    width = max((len(row) for row in kept), default=0)
+    batch = np.zeros((len(kept), width), dtype=np.int64)
+    for i, row in enumerate(kept):
         batch[i, : len(row)] = row
     return torch.as_tensor(batch, device=device)
+
+
+def _ids(row: ArrayLike) -> NDArray:
+    found = np.asarray(row)
+    if found.ndim != 1:
+        raise ValueError(
+            f"rows: expected a history of shape (T,), got {found.shape}"
+        )
+    if found.size and found.dtype.kind not in "iu":
+        raise TypeError(f"rows: expected integer ids, got {found.dtype}")
+    return np.trim_zeros(found)

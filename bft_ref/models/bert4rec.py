@@ -32,16 +32,12 @@ class BERT4Rec(Recommender):
         """The id of [MASK]."""
         return self.config.n_items + 1
 
-    def forward(self, items, times=None, trace: bool = False):
-        x = self.embed(items, self.first)
+    def states(self, items, times, trace):
+        x = self._embed(items, self.first)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        padding = items == 0
-        if trace and self.config.bft is not None:
-            belief, traces = self.encoder(x, log_tau, padding, trace=True)
-            return belief.mean, traces
-        return self.encoder(x, log_tau, padding)
+        return self.encoder(x, log_tau, items == 0, trace)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.final(F.gelu(self.dense(hidden)))
@@ -51,6 +47,7 @@ class BERT4Rec(Recommender):
 
     def question(self, items, times=None):
         """The last ``length`` − 1 items and a [MASK] after them."""
+        items, _ = super().question(items, times)
         kept = min(items.shape[1], self.config.length - 1)
         count = (items > 0).sum(1, keepdim=True)
         first = (count - kept).clamp(min=0)

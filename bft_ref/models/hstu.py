@@ -157,13 +157,13 @@ class HSTU(Recommender):
         bucket = (elapsed.log() / 0.301).long().clamp(0, TIME_BUCKETS - 1)
         return r + self.bucket[bucket].unsqueeze(1)
 
-    def forward(self, items, times=None, trace: bool = False):
-        h = self.embed(items)
+    def states(self, items, times, trace):
+        h = self._embed(items)
         r = self.relative(items, times)
         if self.config.bft is None or self.tau is None:
             for layer in self.layers:
                 h = layer(h, r)
-            return h
+            return h, []
         features = (
             self.config.d if self.config.bft.granularity == "feature" else 1
         )
@@ -175,7 +175,7 @@ class HSTU(Recommender):
             if trace:
                 belief, seen = belief
                 traces.append(seen)
-        return (belief.mean, traces) if trace else belief.mean
+        return belief.mean, traces
 
     def head(self, hidden: Tensor) -> Tensor:
         return F.normalize(hidden, dim=-1) / self.config.temperature

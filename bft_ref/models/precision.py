@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from bft_ref import checks
@@ -24,7 +25,8 @@ class InitialPrecision(nn.Module):
     that keeps the distribution of τ and destroys its meaning.
 
     Shapes: ids (B, T), embeddings (B, T, d) → log τ (B, T, 1), log 1/state².
-    Raises: ValueError for another source, or a missing frequency.
+    Items beyond the end of ``frequency`` have ``start``.
+    Raises: ValueError for another source, or a missing or bad frequency.
     """
 
     log_tau: Tensor
@@ -50,7 +52,7 @@ class InitialPrecision(nn.Module):
                     f"frequency: expected counts (n_items + 1,) for "
                     f"tau={source!r}, got none"
                 )
-            count = np.log1p(np.asarray(frequency, dtype=np.float64)[1:])
+            count = np.log1p(counts(frequency, rows)[1:])
             relative = power * (count - count.mean())
             if source == "shuffled":
                 relative = np.random.default_rng(0).permutation(relative)
@@ -77,3 +79,29 @@ class InitialPrecision(nn.Module):
         """log τ of every row of the embedding table, (rows,)."""
         ids = torch.arange(len(embedding), device=embedding.device)
         return self(ids, embedding).squeeze(-1)
+
+
+def counts(
+    frequency: ArrayLike, most: int, least: int = 2
+) -> NDArray[np.float64]:
+    """Checked training frequencies: of padding, then of each item.
+
+    Raises: TypeError for what are no numbers; ValueError unless there are
+    ``least`` to ``most``, and for a count that is negative or not finite.
+    """
+    found = np.asarray(frequency)
+    if found.ndim != 1 or not least <= len(found) <= most:
+        raise ValueError(
+            f"frequency: expected shape ({most},), of padding and then of "
+            f"each item; got {found.shape}"
+        )
+    if found.dtype.kind not in "iuf":
+        raise TypeError(f"frequency: expected numbers, got {found.dtype}")
+    found = found.astype(np.float64)
+    bad = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+    if len(bad):
+        raise ValueError(
+            f"frequency: expected finite counts >= 0, got "
+            f"{found[bad[0]]:g} for item {bad[0]}"
+        )
+    return found

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from bft_ref.belief import Belief
 from bft_ref.delta import activation_function
-from bft_ref.layer import BFTLayer
+from bft_ref.layer import BFTLayer, LayerTrace
 from bft_ref.models.base import ModelConfig, Recommender
 from bft_ref.models.gates import Gate
 
@@ -85,8 +85,8 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Layers over an embedded sequence: plain, or each a Bayesian filter.
 
-    The plain ones see log τ only if ``tau_bias`` asks for it. With
-    ``trace=True`` a filter also returns each layer's internals.
+    The plain ones see log τ only if ``tau_bias`` asks for it. The list beside
+    the states holds a filter's internals, a layer each, with ``trace=True``.
     """
 
     def __init__(self, config: ModelConfig, norm: str, causal: bool):
@@ -117,13 +117,13 @@ class Encoder(nn.Module):
         log_tau: Tensor | None = None,
         padding: Tensor | None = None,
         trace: bool = False,
-    ):
+    ) -> tuple[Tensor, list[LayerTrace]]:
         if self.config.bft is not None:
             return self._filter(h, log_tau, padding, trace)
         bias = self._bias(h, log_tau, padding)
         for layer in self.layers:
             h = layer(h, bias)
-        return h
+        return h, []
 
     def _filter(self, h, log_tau, padding, trace):
         by_feature = self.config.bft.granularity == "feature"
@@ -140,7 +140,7 @@ class Encoder(nn.Module):
             if trace:
                 belief, seen = belief
                 traces.append(seen)
-        return (belief, traces) if trace else belief.mean
+        return belief.mean, traces
 
     def _bias(self, h, log_tau, padding):
         if not self.config.tau_bias and padding is None:
@@ -169,12 +169,10 @@ class SASRec(Recommender):
         self.encoder = Encoder(config, config.residual, causal=True)
         self.final = nn.LayerNorm(config.d)
 
-    def forward(self, items, times=None, trace: bool = False):
-        x = self.embed(items)
+    def states(self, items, times, trace):
+        x = self._embed(items)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        if trace and self.config.bft is not None:
-            belief, traces = self.encoder(x, log_tau, trace=True)
-            return self.final(belief.mean), traces
-        return self.final(self.encoder(x, log_tau))
+        hidden, traces = self.encoder(x, log_tau, trace=trace)
+        return self.final(hidden), traces

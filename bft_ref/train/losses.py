@@ -46,9 +46,18 @@ def next_item_loss(
     Shapes: ``query`` (N, d); ``target`` (N,); ``keys`` (≥ n_items + 1, d);
     ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,), shared by all
     questions, None for ``full``.
-    Raises: ValueError for another kind or missing negatives.
+    Raises: ValueError for another kind, missing negatives, no question, too
+    few keys, or ids that are not in 1…n_items.
     """
     checks.choice("loss", kind, LOSSES)
+    if len(keys) <= n_items:
+        raise ValueError(
+            f"keys: expected at least n_items + 1 = {n_items + 1} rows, got "
+            f"{len(keys)}"
+        )
+    if len(target) < 1:
+        raise ValueError("target: expected at least one question, got none")
+    _ids("target", target, n_items)
     if kind == "full":
         rows = slice(1, n_items + 1)
         bias = None if bias is None else bias[rows]
@@ -56,6 +65,7 @@ def next_item_loss(
         return F.cross_entropy(logits, target - 1)
     if negatives is None or len(negatives) == 0:
         raise ValueError(f"negatives: expected at least one for {kind!r}")
+    _ids("negatives", negatives, n_items)
     positive = (query * keys[target]).sum(-1)
     negative = F.linear(
         query, keys[negatives], None if bias is None else bias[negatives]
@@ -64,16 +74,29 @@ def next_item_loss(
         positive = positive + bias[target]
     own = target[:, None] == negatives
     m = len(negatives)
+    others = max(n_items - 1, 1)  # of one item there is no other
     if kind == "sampled":
         if correct:
-            negative = negative + math.log((n_items - 1) / m)
+            negative = negative + math.log(others / m)
         negative = negative.masked_fill(own, -torch.inf)
         logits = torch.cat([positive[:, None], negative], 1)
         return (logits.logsumexp(1) - positive).mean()
     beta = 1.0
     if kind == "gbce":
-        rate = min(m / (n_items - 1), 1.0)
+        rate = min(m / others, 1.0)
         beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
     right = beta * F.logsigmoid(positive)
     wrong = F.logsigmoid(-negative).masked_fill(own, 0.0).sum(1)
     return -(right + wrong).mean() / (m + 1)
+
+
+def _ids(name: str, ids: Tensor, n_items: int) -> None:
+    if ids.dtype != torch.long:
+        raise TypeError(
+            f"{name}: expected item ids of dtype int64, got {ids.dtype}"
+        )
+    if checks.anywhere((ids < 1) | (ids > n_items)) == [True]:
+        raise ValueError(
+            f"{name}: expected item ids in 1…{n_items}, got "
+            f"{int(ids.min())}…{int(ids.max())}"
+        )

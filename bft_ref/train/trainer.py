@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from bft_ref import checks, metrics
 from bft_ref.data.errors import DataError
 from bft_ref.data.sequences import Sequences, Split
 from bft_ref.models import ModelConfig, Recommender, build
+from bft_ref.storage import write
 from bft_ref.train.batches import training_batches
 from bft_ref.train.losses import LOSSES, next_item_loss, uniform_negatives
 from bft_ref.train.mechanism import anatomy, histories, interventions
@@ -38,6 +38,9 @@ class TrainConfig:
     step's gradient, of all parameters together, may have (0: any);
     ``every_window`` trains on the whole of long sequences, not only on their
     end. ``mask_rate`` and ``last_rate`` are BERT4Rec's.
+
+    Raises: TypeError for a field of another type; ValueError for a value out
+    of its range, each naming the field.
     """
 
     loss: str = "sampled"
@@ -58,8 +61,15 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
+        checks.typed(self)
         checks.choice("loss", self.loss, LOSSES)
-        for name in ("epochs", "patience", "evaluate_every", "batch"):
+        for name in (
+            "epochs",
+            "patience",
+            "evaluate_every",
+            "batch",
+            "negatives",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name}: expected at least 1, got {getattr(self, name)}"
@@ -67,20 +77,22 @@ class TrainConfig:
         checks.number("lr", self.lr, 0.0)
         checks.number("precision_lr", self.precision_lr, 0.0)
         checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
-        if not 0 <= self.calibration <= 1:
+        checks.within("last_rate", self.last_rate, 0.0, 1.0)
+        checks.within("calibration", self.calibration, 0.0, 1.0)
+        checks.within("weight_decay", self.weight_decay, 0.0)
+        checks.within("clip", self.clip, 0.0)
+        if not 0 <= self.seed < 2**64:
             raise ValueError(
-                f"calibration: expected a number in [0, 1], got "
-                f"{self.calibration!r}"
+                f"seed: expected 0 <= seed < 2^64, got {self.seed}"
             )
-        if not self.clip >= 0:
-            raise ValueError(f"clip: expected >= 0, got {self.clip!r}")
 
 
 @dataclass
 class Fitted:
     """A trained model, its result for JSON, and the rankings behind it.
 
-    ``rankings`` holds one :class:`bft_ref.metrics.Ranking` a part.
+    ``model`` is in evaluation mode; ``rankings`` holds one
+    :class:`bft_ref.metrics.Ranking` a part.
     """
 
     model: Recommender
@@ -277,7 +289,7 @@ def fit(
         "device": device_name(device),
         "training_peak_bytes": peak,
     }
-    return Fitted(model, result, rankings)
+    return Fitted(model.eval(), result, rankings)
 
 
 def asking(sequences: Sequences, part: str) -> Split:
@@ -341,8 +353,6 @@ class _State:
         self.epoch += 1
 
     def save(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
         kept = (
             "epoch",
             "stale",
@@ -352,7 +362,7 @@ class _State:
             "kept",
             "code",
         )
-        torch.save(
+        write(
             {
                 "identity": json.dumps(self.identity, sort_keys=True),
                 "model": self.model.state_dict(),
@@ -360,10 +370,8 @@ class _State:
                 "best": self.best,
                 **{name: getattr(self, name) for name in kept},
             },
-            unfinished,
+            path,
         )
-        # Renaming is atomic: a kill leaves the old state or the new one.
-        os.replace(unfinished, path)
 
     def load(self, path: Path, device):
         found = torch.load(path, map_location=device, weights_only=True)
@@ -439,6 +447,11 @@ class _Questions(nn.Module):
     def forward(self, batch, negatives, config) -> Tensor:
         model = self.model
         where = batch.target > 0
+        if bool((where & (batch.items == 0)).any()):
+            raise ValueError(
+                "target: expected 0 where items are padding, got an item to "
+                "be predicted from no history"
+            )
         if not where.any():
             # A process without a question still takes part in the sum.
             return torch.stack([p.sum() for p in model.parameters()]).sum() * 0
