@@ -1,0 +1,301 @@
+"""What is hidden touches nothing: not one bit of an output or a gradient."""
+
+import pytest
+import torch
+
+from bft_ref import Belief, attend
+from tests.builders import label, make_belief, make_encoder, make_layer
+
+CONFIGS = [
+    {},
+    {"granularity": "token"},
+    {"norm_first": False},
+    {"norm_first": False, "granularity": "token", "prior_scale": "unit"},
+    {"implementation": "materialised"},
+    {"implementation": "materialised", "norm_first": False},
+    {"variance_rule": "row"},
+    {"jacobian": "hutchinson", "norm_first": False},
+    {"options": {"norm": "rmsnorm", "num_kv_heads": 1, "rotary_base": 9.0}},
+    {"activation": "swiglu", "project": False},
+]
+TOKENS, LAST = 9, [7, 8]  # hidden: the last two
+
+
+def step(model, belief, hidden, *arguments, trace=False):
+    """Visible outputs, and all gradients of a loss on them."""
+    model.zero_grad(set_to_none=True)
+    mean, log = (x.clone().requires_grad_() for x in belief)
+    out = model(Belief(mean, log), *arguments, trace=trace)
+    out = out[0] if trace else out
+    seen = [x[~hidden] for x in out]
+    (seen[0].square().sum() + seen[1].sum()).backward()
+    parameters = [p.grad for p in model.parameters() if p.grad is not None]
+    inputs = [x.grad[~hidden] for x in (mean, log)]
+    return [*seen, *inputs, *parameters]
+
+
+def spoiled(belief, hidden, mean, log):
+    """The belief with something else at the hidden tokens."""
+    where = hidden.unsqueeze(-1)
+    return Belief(
+        torch.where(where, mean, belief.mean),
+        torch.where(where, log, belief.log_precision),
+    )
+
+
+def assert_same_bits(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert y.isfinite().all()
+        assert torch.equal(x, y)
+
+
+def last_two(batch=2):
+    hidden = torch.zeros(batch, TOKENS, dtype=torch.bool)
+    hidden[:, LAST] = True
+    return hidden
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize(
+    "mean,log",
+    [
+        (1e9, 0.0),
+        (-1e30, 80.0),
+        (1e30, -80.0),
+        (torch.nan, 0.0),
+        (torch.inf, torch.nan),
+        (0.0, torch.inf),
+        (0.0, -torch.inf),
+    ],
+)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_padding_hides_whatever_stands_there(config, mean, log, trace):
+    if trace and config.get("implementation"):
+        return
+    model = make_encoder(2, dtype=torch.float32, **config)
+    belief = make_belief(tokens=TOKENS, dtype=torch.float32)
+    hidden = last_two()
+    for causal in (False, True):
+        arguments = (None, hidden, causal)
+        expected = step(model, belief, hidden, *arguments, trace=trace)
+        bad = spoiled(belief, hidden, mean, log)
+        found = step(model, bad, hidden, *arguments, trace=trace)
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("mean,log", [(1e9, 0.0), (-1e30, 80.0), (1e30, -80)])
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_a_causal_or_a_per_query_mask_hides_any_number(config, mean, log):
+    model = make_encoder(2, dtype=torch.float32, **config)
+    belief = make_belief(tokens=TOKENS, dtype=torch.float32)
+    hidden = last_two()
+    bad = spoiled(belief, hidden, mean, log)
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    never = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    never[:, LAST] = True
+    added = torch.zeros(TOKENS, TOKENS).masked_fill(later, -1e9)
+    for arguments in [
+        (None, None, True),
+        (later, None, False),
+        (never, None, False),
+        (never, None, True),
+        (added, None, False),
+        (never.repeat(4, 1, 1), None, False),
+    ]:
+        expected = step(model, belief, hidden, *arguments)
+        assert_same_bits(step(model, bad, hidden, *arguments), expected)
+
+
+def test_a_token_of_1e30_is_a_number_itself():
+    """At a place that sees itself: finite, and its gradient too."""
+    for config in CONFIGS:
+        model = make_encoder(2, dtype=torch.float32, **config)
+        belief = make_belief(tokens=TOKENS, dtype=torch.float32)
+        for size in (1e15, 1e19, 1e30):
+            bad = spoiled(belief, last_two(), size, 0.3)
+            none = torch.zeros(2, TOKENS, dtype=torch.bool)
+            for x in step(model, bad, none, None, None, True)[:4]:
+                assert x.isfinite().all(), (config, size)
+
+
+def heads(seed=0, keys=40, dtype=torch.float32):
+    torch.manual_seed(seed)
+    shape = (2, 2, keys, 4)
+    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    return q, k, v, torch.randn(2, keys, dtype=dtype)
+
+
+def random_masks(keys):
+    """Every way to hide, alone and together, with a row that sees nothing."""
+    torch.manual_seed(1)
+    padding = torch.rand(2, keys) < 0.3
+    padding[1] = True
+    visible = torch.rand(2, 1, keys, keys) < 0.6
+    visible[0, 0, 3] = False
+    bias = torch.randn(1, 2, keys, keys)
+    bias[torch.rand(bias.shape) < 0.3] = -1e9
+    by_key = torch.randn(2, keys).masked_fill(padding, -torch.inf)
+    return [
+        {"key_padding_mask": padding},
+        {"key_padding_mask": by_key},
+        {"attn_mask": visible},
+        {"attn_mask": bias},
+        {"attn_mask": bias[0, 0]},
+        {"attn_mask": visible, "key_padding_mask": padding},
+        {"attn_mask": bias, "key_padding_mask": by_key},
+        {"attn_mask": visible[:, :, :1]},
+    ]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", range(8))
+def test_blocks_take_every_mask(small_blocks, case, is_causal):
+    """Against the reference, gradients included, T ≠ S too."""
+    masks = random_masks(40)[case]
+    masks = {
+        name: x if x.dtype == torch.bool else x.double()
+        for name, x in masks.items()
+    }
+    q, k, v, log = (x.requires_grad_() for x in heads(dtype=torch.float64))
+    if masks.get("attn_mask", q).shape[-2] == 40 and case in (0, 1):
+        q = q[:, :, 11:]
+    results = []
+    for way in ("materialised", "blocked"):
+        out = attend(
+            *(q, k, v, log),
+            neighbour_variance=log.exp(),
+            center=torch.full((4,), 0.3, dtype=torch.float64),
+            is_causal=is_causal,
+            implementation=way,
+            **masks,
+        )[:4]
+        loss = sum((x * (i + x).sin()).sum() for i, x in enumerate(out))
+        grads = torch.autograd.grad(loss, (q, k, v, log))
+        results.append((*out, *grads))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+    assert (results[0][2] == 0).any() or "attn_mask" in masks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks, the last one ragged, even at the size of a test."""
+    from bft_ref import fused
+
+    monkeypatch.setattr(fused, "ROWS", 7)
+    monkeypatch.setattr(fused, "HEADS", 1)
+    monkeypatch.setitem(fused.BLOCK, "cpu", 600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+def test_a_float_mask_hides_at_minus_1e9_and_at_its_lowest(dtype):
+    """As people write it; other numbers are added to the scores."""
+    dtype = dtype or torch.float32
+    layer = make_layer(dtype=torch.float32)
+    belief = make_belief(dtype=torch.float32)
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    hidden[:, 3:] = True
+    expected = layer(belief, None, hidden)
+    lowest = torch.finfo(dtype).min
+    numbers = [lowest, -torch.inf, *([] if lowest > -1e9 else [-1e9, -1e10])]
+    for number in numbers:
+        mask = torch.zeros(2, 5, dtype=dtype).masked_fill(hidden, number)
+        for found in (
+            layer(belief, None, mask),
+            layer(belief, mask[0].expand(5, 5).clone()),
+        ):
+            assert torch.equal(found.mean[:, :3], expected.mean[:, :3])
+    soft = torch.zeros(2, 5).masked_fill(hidden, -3.0)
+    assert not torch.equal(layer(belief, None, soft).mean, expected.mean)
+
+
+@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+def test_dropout_thins_the_mean_alone(implementation):
+    """Unbiased in the mean; dispersion and n from all the weights."""
+    q, k, v, log = heads(keys=12, dtype=torch.float64)
+    center = torch.full((4,), 2.0, dtype=torch.float64)
+    options = {"center": center, "implementation": implementation}
+    plain = attend(q, k, v + 2, log, is_causal=True, **options)
+    torch.manual_seed(0)
+    draws = [
+        attend(q, k, v + 2, log, is_causal=True, dropout_p=0.4, **options)
+        for _ in range(800)
+    ]
+    for name in ("dispersion", "n_eff", "neighbour_variance"):
+        for draw in draws[:2]:
+            torch.testing.assert_close(
+                getattr(draw, name), getattr(plain, name)
+            )
+    means = torch.stack([draw.mean for draw in draws])
+    error = (means.mean(0) - plain.mean).abs()
+    assert (error < 5 * means.std(0) / 800**0.5 + 1e-9).all()
+    assert means[:, :, :, 3:].std(0).min() > 0.05
+    dropped = (means[:, :, :, 0] == 0).all(-1).double().mean()
+    assert abs(dropped - 0.4) < 0.02  # the first token sees itself alone
+
+
+def test_dropout_of_blocks_has_its_gradient(small_blocks):
+    """The same weights are dropped in the backward pass."""
+    from bft_ref.fused import weighted_columns
+
+    q, k, v, _ = heads(dtype=torch.float64)
+    flat = [x.flatten(0, 1)[:3, :9].requires_grad_() for x in (q, k, v)]
+
+    def columns(*x):
+        torch.manual_seed(5)
+        options = {"dropout_p": 0.4, "thinned": 2}
+        return weighted_columns(*x, True, 0.5, **options)[:2]
+
+    assert torch.autograd.gradcheck(columns, flat)
+    assert torch.autograd.gradgradcheck(columns, flat)
+
+
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("factor", [1e3, 1e4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_outlier_costs_no_precision(
+    granularity, norm_first, factor, masked
+):
+    """log λ_obs against float64, one token times 10³ or 10⁴, two seeds.
+
+    Queries that see the outlier alone, or next to nothing beside it, have
+    no dispersion to speak of: asked are rows with n over 1.5.
+    """
+    first = torch.zeros(12, 12, dtype=torch.bool)
+    first[:, 0] = True  # hides the outlier itself, where it stands first
+    for seed, at in [(3, 0), (4, 5)]:
+        layer = make_layer(
+            norm_first=norm_first, granularity=granularity, seed=seed
+        )
+        with torch.no_grad():  # comparable weights, whatever the state
+            layer.self_attn.in_proj_weight[:16] *= 1 / factor
+        belief = make_belief(tokens=12, seed=seed)
+        belief.mean[:, at] *= factor
+        found = {}
+        for dtype in (torch.float64, torch.float32):
+            inputs = Belief(*(x.to(dtype) for x in belief))
+            seen = layer.to(dtype).observe(
+                inputs, first if masked else None, None, not masked
+            )
+            found[dtype] = seen
+        rows = (found[torch.float64].n_eff > 1.5).all(1)
+        assert rows.sum() > 10
+        error = found[torch.float32].log_precision.double()
+        error = (error - found[torch.float64].log_precision)[rows]
+        assert error.abs().max() < 1e-3
+
+
+def test_one_effective_value_has_no_dispersion():
+    q, k, v, log = heads(keys=6)
+    alone = torch.eye(6, dtype=torch.bool)
+    for way in ("materialised", "blocked"):
+        for w in (None, torch.rand(2, 4)):
+            found = attend(
+                *(q, k, 1e3 * v + 1e5, log),
+                attn_mask=alone,
+                center=torch.zeros(4),
+                feature_weights=w,
+                implementation=way,
+            )
+            assert (found.n_eff == 1).all()
+            assert (found.dispersion == 0).all()
