@@ -16,6 +16,7 @@ def wide(x: Tensor) -> Tensor:
 
 def log_mean_exp(x: Tensor) -> Tensor:
     """log of the mean of eˣ over features, (..., d) → (..., 1)."""
+    x = wide(x)
     return x.logsumexp(-1, keepdim=True) - math.log(x.shape[-1])
 
 
@@ -24,7 +25,8 @@ class Belief(NamedTuple):
 
     Shapes: ``mean`` (..., d) in units of the state; ``log_precision``
     (..., d), or (..., 1) for one precision per token, the logarithm of
-    1/state². Make one from precisions or variances with :meth:`of`.
+    1/state². Make one from precisions or variances with :meth:`of`. Whatever
+    the dtypes, precision is computed in float32 or wider.
     """
 
     mean: Tensor
@@ -77,18 +79,18 @@ class Belief(NamedTuple):
     @property
     def precision(self) -> Tensor:
         """1/variance, (..., d) or (..., 1), in 1/state²."""
-        return self.log_precision.exp()
+        return wide(self.log_precision).exp()
 
     @property
     def variance(self) -> Tensor:
         """1/precision, (..., d) or (..., 1), in state²."""
-        return (-self.log_precision).exp()
+        return (-wide(self.log_precision)).exp()
 
     @property
     def log_token_precision(self) -> Tensor:
         """log λ̄, (...): the mean of λ over features (our choice)."""
         if self.log_precision.shape[-1] == 1:
-            return self.log_precision.squeeze(-1)
+            return wide(self.log_precision).squeeze(-1)
         return log_mean_exp(self.log_precision).squeeze(-1)
 
 
@@ -99,11 +101,18 @@ def fuse(a: Belief, b: Belief) -> Belief:
     Gaussian prior and a Gaussian likelihood.
 
     Shapes: those of ``a`` and ``b`` broadcast; where both know nothing (log:
-    -inf), so does the result's mean: it is NaN. Equations (2.1), (2.2).
+    -inf), so does the result's mean: it is NaN. The mean keeps the dtype of
+    the means, the log precision is float32 or wider. Raises: TypeError for
+    means that are no floats. Equations (2.1), (2.2).
     """
-    log_precision = torch.logaddexp(a.log_precision, b.log_precision)
-    gain = torch.sigmoid(b.log_precision - a.log_precision)
-    return Belief(a.mean + gain * (b.mean - a.mean), log_precision)
+    x, y = (checks.floating("mean", belief.mean) for belief in (a, b))
+    p, q = wide(a.log_precision), wide(b.log_precision)
+    log_precision = torch.logaddexp(p, q)
+    # x + K(y − x) would lose a small y beside a large x, even at K = 1
+    mean = torch.sigmoid(p - q) * wide(x) + torch.sigmoid(q - p) * wide(y)
+    return Belief(
+        mean.to(torch.promote_types(x.dtype, y.dtype)), log_precision
+    )
 
 
 def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
 
     1/λ'' = 1/λ + Q: variances add, so λ'' stays below both λ and 1/Q.
 
-    Shapes: broadcast. Units: log 1/state², log state².
+    Shapes: broadcast. Units: log 1/state², log state²; float32 or wider.
     Equations (2.6) and, with J = 0, (8.1).
     """
-    return -torch.logaddexp(-log_precision, log_process_noise)
+    return -torch.logaddexp(-wide(log_precision), wide(log_process_noise))

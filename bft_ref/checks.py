@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
@@ -229,6 +230,51 @@ def _as(name: str, kind: Any, value: Any) -> Any:
         for each in kinds
     )
     raise TypeError(f"{name}: expected {said}, got {value!r}")
+
+
+def count(name: str, value: object, low: int = 0) -> int:
+    """Raise unless ``value`` is a whole number from ``low`` on."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name}: expected at least {low}, got {value}")
+    return int(value)
+
+
+def whole(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """``values`` (n,) as int64, the same array if it is one already.
+
+    Floats pass where they are whole, up to 2⁵³, from where on neighbours
+    share a float. Raises: TypeError for anything but numbers, ValueError for
+    another shape or a number that int64 does not hold.
+    """
+    try:
+        x = np.asarray(values)
+        x = np.asarray(x.tolist()) if x.dtype == object else x
+    except ValueError:  # rows of several lengths
+        x = np.empty((0, 0))
+    if x.ndim != 1:
+        raise ValueError(
+            f"{name}: expected one list of whole numbers, got shape {x.shape}"
+        )
+    if not len(x):
+        return x.astype(np.int64)
+    if x.dtype.kind not in "iuf":
+        hint = {
+            "b": "; np.flatnonzero makes ids of a mask",
+            "O": ", such as None or a number beyond int64",
+        }.get(x.dtype.kind, "")
+        raise TypeError(f"{name}: expected whole numbers, got {x.dtype}{hint}")
+    if x.dtype.kind == "f":
+        fits = (np.abs(x) <= 2**53) & (x == np.round(x))
+    else:
+        fits = x <= np.iinfo(np.int64).max
+    if not fits.all():
+        at = int(np.argmin(fits))
+        raise ValueError(
+            f"{name}: expected whole numbers, got {x[at]} at position {at}"
+        )
+    return x.astype(np.int64, copy=False)
 
 
 def unread(config, readers: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
-from bft_ref.checks import choice
+from bft_ref.checks import choice, count, whole
 from bft_ref.data.sequences import Sequences, Split
 
 Scorer = Callable[[NDArray[np.int64]], "torch.Tensor | NDArray"]
@@ -23,12 +23,39 @@ class Ranking:
     """Where each target stood: items above it, and items tied with it.
 
     Shapes: ``above`` (n,), ``tied`` (n,), counts over ``candidates`` (n,)
-    items that could have been recommended, the target among them.
+    items that could have been recommended, the target among them; 0 where
+    that is not known.
+    Raises: ValueError for counts that are not whole, below 0, of different
+    users, or more than the other candidates; TypeError for no numbers.
     """
 
     above: NDArray[np.int64]
     tied: NDArray[np.int64]
     candidates: NDArray[np.int64]
+
+    def __post_init__(self):
+        for name in ("above", "tied", "candidates"):
+            values = whole(name, getattr(self, name))
+            if values.min(initial=0) < 0:
+                raise ValueError(
+                    f"{name}: expected counts, got {values.min()}"
+                )
+            object.__setattr__(self, name, values)
+        sizes = len(self.above), len(self.tied), len(self.candidates)
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                "above, tied, candidates: expected one of each a user, got "
+                f"{sizes[0]}, {sizes[1]} and {sizes[2]}"
+            )
+        others = np.where(self.candidates > 0, self.candidates - 1, np.inf)
+        over = self.above + self.tied > others
+        if over.any():
+            at = int(np.argmax(over))
+            raise ValueError(
+                f"above, tied: expected at most {others[at]:.0f} other "
+                f"candidates of user {at}, got {self.above[at]} and "
+                f"{self.tied[at]}"
+            )
 
     def hit(self, k: int = 10, ties: str = "against") -> NDArray[np.float64]:
         """HR@k of each user, (n,): is the target among the first k?
@@ -37,6 +64,7 @@ class Ranking:
         "expected" averages over the orders of the tied items, which gives a
         constant scorer k / candidates, the level of chance: Equation (13.4).
         """
+        k = count("k", k, 1)
         choice("ties", ties, ("against", "expected"))
         if ties == "against":
             return (self.above + self.tied < k).astype(np.float64)
@@ -45,6 +73,7 @@ class Ranking:
 
     def ndcg(self, k: int = 10, ties: str = "against") -> NDArray[np.float64]:
         """NDCG@k of each user, (n,): 1 / log2(1 + rank) within the first k."""
+        k = count("k", k, 1)
         choice("ties", ties, ("against", "expected"))
         worth = np.zeros(k + 1)
         worth[:k] = 1 / np.log2(np.arange(k) + 2)
@@ -74,6 +103,7 @@ class Ranking:
         Ties against the model. Enough for every metric up to k:
         :meth:`from_top` gives them back.
         """
+        k = count("k", k, 1)
         place = self.above + self.tied
         user = np.flatnonzero(place < k)
         return {
@@ -88,9 +118,23 @@ class Ranking:
         """A ranking that agrees with the original up to rank ``top["k"]``.
 
         Its other targets are put just behind, and candidates are unknown (0).
+        Raises: ValueError for ranks outside 1…k, users that are not there or
+        there twice, or numbers of both that differ.
         """
-        above = np.full(top["users"], top["k"], dtype=np.int64)
-        above[top["user"]] = np.asarray(top["rank"], dtype=np.int64) - 1
+        users, k = count("users", top["users"]), count("k", top["k"], 1)
+        user, place = whole("user", top["user"]), whole("rank", top["rank"])
+        once = len(np.unique(user)) == len(user) == len(place)
+        if not once or not ((user >= 0) & (user < users)).all():
+            raise ValueError(
+                f"user: expected each of the {len(place)} ranks' own, in "
+                f"0…{users - 1}, got {len(user)}: {user}"
+            )
+        if not ((place >= 1) & (place <= k)).all():
+            raise ValueError(
+                f"rank: expected 1…{k}, got {place.min()}…{place.max()}"
+            )
+        above = np.full(users, k, dtype=np.int64)
+        above[user] = place - 1
         return cls(above, np.zeros_like(above), np.zeros_like(above))
 
     def take(self, where: NDArray) -> "Ranking":
@@ -109,17 +153,25 @@ def rank(
 
     Shapes: ``scores`` (n, n_items + 1), column 0 is padding's and ignored;
     ``target`` (n,). A target that is in the history stays a candidate.
-    Raises: ValueError for NaN or +inf scores, a wrong shape, or a target
-    outside 1…n_items.
+    Raises: ValueError for NaN or +inf scores, a wrong shape, a target that
+    is not whole or outside 1…n_items, or a history of other users or items;
+    TypeError for targets that are no numbers.
     """
     scores = torch.as_tensor(scores)
     device = scores.device
-    goal = torch.as_tensor(np.asarray(target), device=device)
+    goal = torch.as_tensor(whole("target", target), device=device)
     if scores.dim() != 2 or goal.shape != scores.shape[:1]:
         raise ValueError(
             f"scores: expected shape ({len(goal)}, n_items + 1), got "
             f"{tuple(scores.shape)}"
         )
+    if history is not None:
+        known = len(history), history.n_items + 1
+        if known != scores.shape:
+            raise ValueError(
+                f"scores: expected shape {known}, (users, n_items + 1) of the "
+                f"history, got {tuple(scores.shape)}"
+            )
     if len(goal) and not 1 <= goal.min() <= goal.max() < scores.shape[1]:
         raise ValueError(
             f"target: expected ids in 1…{scores.shape[1] - 1}, got "
@@ -156,8 +208,15 @@ def evaluate(split: Split, score: Scorer, *, chunk: int = 512) -> Ranking:
     ``score`` maps positions in ``split.history`` (m,) to scores
     (m, n_items + 1), higher is better. Users are taken in the order of
     their history's length, so that a model pads little.
+    Raises: ValueError for a chunk below 1, a history too many or too few,
+    and as :func:`rank`.
     """
-    n = len(split.target)
+    chunk, n = count("chunk", chunk, 1), len(split.target)
+    if len(split.history) != n:
+        raise ValueError(
+            f"split: expected a history for each of {n} targets, got "
+            f"{len(split.history)}"
+        )
     order = np.argsort(split.history.lengths, kind="stable")
     found = Ranking(*(np.zeros(n, dtype=np.int64) for _ in range(3)))
     for start in range(0, n, chunk):
@@ -176,8 +235,15 @@ def quartiles(values: NDArray) -> tuple[list[float], NDArray[np.int64]]:
 
     A stratum holds the values up to and including its cut, so that equal
     values always share a stratum (the strata need not be of equal size).
-    Of no values at all the cuts are 0.
+    Of no values at all the cuts are 0. Raises: ValueError for NaN or another
+    shape than (n,).
     """
+    values = np.asarray(values)
+    if values.ndim != 1 or np.isnan(values).any():
+        raise ValueError(
+            f"values: expected numbers, shape (n,), got {values.shape} with "
+            f"{int(np.isnan(values).sum())} NaN"
+        )
     cuts = np.quantile(values if len(values) else [0], [0.25, 0.5, 0.75])
     return cuts.tolist(), np.searchsorted(cuts, values, side="left")
 
@@ -187,7 +253,13 @@ def strata(split: Split) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
 
     Quartiles over the asked users, of the target's frequency in the training
     data, of the length of the history, and of the frequency of its last item.
+    Raises: ValueError for an empty history, which has no last item.
     """
+    if split.history.lengths.min(initial=1) < 1:
+        raise ValueError(
+            "split: expected an item in each history, got none for user "
+            f"{int(np.argmin(split.history.lengths))}"
+        )
     end = split.history.offsets[1:] - 1
     for kind, values in [
         ("frequency", split.frequency[split.target]),
@@ -223,12 +295,22 @@ def by_stratum(split: Split, ranking: Ranking) -> dict[str, list[float]]:
     """HR@10 and NDCG@10 in the four strata of each kind, for a curve.
 
     Keys such as ``"NDCG@10 by last"``; NaN where nobody is asked.
+    Raises: ValueError for a ranking of other users.
     """
+    _same_users(split, ranking)
     found: dict[str, list[float]] = {}
     for kind, _, mask in strata(split):
         for name, value in ranking.take(mask).summary().items():
             found.setdefault(f"{name} by {kind}", []).append(value)
     return found
+
+
+def _same_users(split: Split, ranking: Ranking) -> None:
+    if len(ranking.above) != len(split.target):
+        raise ValueError(
+            f"ranking: expected the split's {len(split.target)} users, got "
+            f"{len(ranking.above)}"
+        )
 
 
 def report(
@@ -241,8 +323,10 @@ def report(
     """HR and NDCG overall and per stratum, ready for JSON.
 
     ``top`` keeps who was answered where, for paired comparisons later.
-    Where nobody is asked, HR and NDCG are NaN.
+    Where nobody is asked, HR and NDCG are NaN. Raises: ValueError for a
+    ranking of other users.
     """
+    _same_users(split, ranking)
     found: dict = {"users": len(split.target), **ranking.summary(ks, ties)}
     for kind, label, mask in strata(split):
         part = ranking.take(mask).summary((10,), ties)
@@ -291,23 +375,21 @@ def paired_bootstrap(
     drawn runs is (S − 1)/S of the unbiased one. Equation (13.8) is the
     variance of a resampled mean, runs in pairs. A relative interval is NaN
     where a resample of ``a`` has mean 0.
-    Raises: ValueError for shapes that do not pair, NaN, no users, or fewer
-    than 1 resample.
+    Raises: ValueError for shapes that do not pair, NaN or infinity, fewer
+    than two users (there is nothing to draw), or fewer than 1 resample.
     """
     a, b = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (a, b))
-    flat = a.ndim == b.ndim == 2
-    if not flat or a.shape[1] != b.shape[1] or not a.size or not b.size:
+    flat = a.ndim == b.ndim == 2 and len(a) > 0 and len(b) > 0
+    if not flat or a.shape[1] != b.shape[1] or a.shape[1] < 2:
         raise ValueError(
             f"a, b: expected (users,) or (seeds, users) of the same users, "
-            f"got {a.shape} and {b.shape}"
+            f"two or more, got {a.shape} and {b.shape}"
         )
-    if np.isnan(a).any() or np.isnan(b).any():
-        raise ValueError("a, b: expected numbers, got NaN")
-    if resamples < 1 or not 0 < level < 1:
-        raise ValueError(
-            f"resamples, level: expected >= 1 and in (0, 1), got "
-            f"{resamples}, {level}"
-        )
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ValueError("a, b: expected numbers, got NaN or infinity")
+    resamples = count("resamples", resamples, 1)
+    if not 0 < level < 1:
+        raise ValueError(f"level: expected in (0, 1), got {level!r}")
     rng = np.random.default_rng(seed)
     n = a.shape[1]
     means = np.empty((2, resamples))
@@ -340,7 +422,7 @@ def paired_bootstrap(
 
 def popularity(split: Split) -> Scorer:
     """Score an item by how often it was seen in training: no sequence."""
-    scores = torch.as_tensor(split.frequency, dtype=torch.float32)
+    scores = torch.as_tensor(split.frequency, dtype=torch.float64)
     scores[0] = -torch.inf
     return lambda part: scores.expand(len(part), -1)
 
@@ -353,7 +435,11 @@ def item_knn(
     Similarity is co-occurrence over users, damped by ``shrink`` so that two
     items seen together once are not perfect twins; each item keeps its
     ``neighbours`` most similar ones.
+    Raises: ValueError for no neighbours or a ``shrink`` below 0.
     """
+    neighbours = count("neighbours", neighbours, 1)
+    if not 0 <= shrink < np.inf:
+        raise ValueError(f"shrink: expected a number >= 0, got {shrink!r}")
     training = split.training
     seen = _incidence(training)
     seen.data[:] = 1

@@ -68,6 +68,65 @@ def test_fuse_broadcasts_one_precision_per_token():
     torch.testing.assert_close(fused.precision, torch.full((2, 5, 3), 4.0))
 
 
+LOW = [torch.bfloat16, torch.float16]
+
+
+def test_a_small_mean_that_is_sure_is_not_lost_beside_a_large_one():
+    """x + K(y − x) gives 0 here, and K is 1."""
+    large = Belief(torch.tensor(1e9), torch.tensor(-60.0))
+    small = Belief(torch.tensor(1.25), torch.tensor(5.0))
+    for fused in (fuse(large, small), fuse(small, large)):
+        torch.testing.assert_close(fused.mean, torch.tensor(1.25))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_fuse_in_a_low_precision_is_rounded_once(dtype):
+    x, y = torch.linspace(-3, 4, 50), torch.linspace(90, 7, 50)
+    p, q = torch.linspace(3, 4, 50), torch.linspace(4, 2, 50)
+    low = [z.to(dtype) for z in (x, p, y, q)]
+    fused = fuse(Belief(*low[:2]), Belief(*low[2:]))
+    exact = fuse(
+        *(Belief(*(z.double() for z in low[i : i + 2])) for i in (0, 2))
+    )
+    assert fused.mean.dtype == dtype
+    assert fused.log_precision.dtype == torch.float32
+    assert torch.equal(fused.mean, exact.mean.to(dtype))
+    torch.testing.assert_close(
+        fused.log_precision.double(), exact.log_precision, rtol=0, atol=1e-6
+    )
+    # means as far apart as the dtype reaches
+    top = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
+    far = fuse(*(Belief(z, torch.zeros(()).to(dtype)) for z in (top, -top)))
+    assert far.mean == 0
+
+
+def test_fuse_keeps_the_dtype_of_the_means():
+    a = Belief(torch.ones(2), f64([0.5, 1.5]))
+    b = Belief(torch.zeros(2), f64([0.25, -1.5]))
+    fused = fuse(a, b)
+    assert fused.mean.dtype == torch.float32
+    assert fused.log_precision.dtype == torch.float64
+    wider = fuse(a, Belief(b.mean.double(), b.log_precision))
+    assert wider.mean.dtype == torch.float64
+    with pytest.raises(TypeError, match="mean: expected a floating dtype"):
+        fuse(a, Belief(torch.tensor([1, 2]), b.log_precision))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_precision_in_a_low_dtype_is_computed_wide(dtype):
+    log, q = (torch.linspace(-9, at, 60).to(dtype) for at in (7.0, 2.0))
+    belief = Belief(torch.zeros(60, dtype=dtype), log)
+    whole = Belief(torch.zeros(60).double(), log.double())
+    for found, exact in [
+        (discount(log, q), discount(log.double(), q.double())),
+        (belief.precision, whole.precision),
+        (belief.variance, whole.variance),
+        (belief.log_token_precision, whole.log_token_precision),
+    ]:
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_fuse_gradients():
     inputs = [
         torch.randn(3, dtype=torch.float64, requires_grad=True)

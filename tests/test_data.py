@@ -17,7 +17,7 @@ from scipy import linalg, special, stats
 
 from bft_ref import data
 from bft_ref.data import public
-from bft_ref.data.formats import guess_format
+from bft_ref.data.formats import guess_format, interactions
 from bft_ref.data.sequences import Sequences
 
 
@@ -52,6 +52,13 @@ def test_s3rec_reads_every_item(write):
         ("a 1 2\nb\n", data.EmptyUserError, 2),
         ("a 1 2\n\nb 1\n", data.MalformedLineError, 2),
         ("a 1 2\nb 1 x\n", data.MalformedLineError, 2),
+        ("a 1 2\nb 1 2.0\n", data.MalformedLineError, 2),
+        ("a 1 2\nb 1 1_2\n", data.MalformedLineError, 2),
+        ("a 1 2\nb 1 \uff12\n", data.MalformedLineError, 2),
+        ("a 1 2\n 1 2 3\n", data.MalformedLineError, 2),
+        ("a 1 2\n\ufeffb 1\n", data.MalformedLineError, 2),
+        ("a 1 2\nb\u200b 1\n", data.MalformedLineError, 2),
+        ('a 1 2\n"b" 1\n', data.MalformedLineError, 2),
         ("a 1 2\nb 0 1\n", data.ItemRangeError, 2),
         ("a 1 2\nb 1 -3\n", data.ItemRangeError, 2),
         ("a 1 2\nb 1 6\n", data.ItemRangeError, 2),
@@ -76,6 +83,11 @@ def test_letter_shifts_ids_by_one(write):
     [
         ('{"0": [0],\n"1": [1}', data.MalformedLineError, "line 2"),
         ('{"0": [0], "0": [1]}', data.DuplicateError, "user 0"),
+        ('{"0": [0], "0 ": [1]}', data.DuplicateError, "user 0"),
+        ('{" ": [0]}', data.MalformedLineError, "name of user"),
+        ('{"a\u200b": [0]}', data.MalformedLineError, "invisible"),
+        ('{"7": ["1", "2"]}', data.MalformedLineError, "got .'1', '2'"),
+        ('{"7": [true]}', data.MalformedLineError, "got .True"),
         ('{"7": []}', data.EmptyUserError, "user 7"),
         ('{"7": [1.5]}', data.MalformedLineError, "user 7"),
         ('{"7": [-1]}', data.ItemRangeError, "item id -1"),
@@ -114,6 +126,13 @@ def test_movielens_sorts_by_time_and_keeps_the_order_of_ties(write):
         ("1\t2\t3\t4\n1\t3\t3\tnoon\n", data.MalformedLineError, 2),
         ("1\t2\t3\t4\n1\t3\t3\tnan\n", data.MalformedLineError, 2),
         ("1\t2\t3\t4\n\t3\t3\t4\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\t1_0\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\t\uff14\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t3\t1.6e12\n", data.MalformedLineError, 2),
+        ("1\t2\t3\t4\n1\t3\t97865\t3\n", data.MalformedLineError, 2),
+        ('1\t2\t3\t4\n1\t"3"\t3\t4\n', data.MalformedLineError, 2),
+        ("user\titem\trating\ttimestamp\n", data.MalformedLineError, 1),
         ("1\t2\t3\t4\n1\t3\t3\t4\n1\t2\t5\t4", data.DuplicateError, 3),
         ("1\t2\t3\t4\n1\t3\t3\t4\n1\t4\t3\t4", data.ItemRangeError, 3),
     ],
@@ -147,6 +166,34 @@ THREE_LINES = {
         for x in "xyz"
     ),
 }
+
+CORELESS = {"amazon": {"core": 0}}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", THREE_LINES)
+def test_marks_line_ends_and_outer_space_are_no_part_of_a_file(
+    tmp_path, name, packed
+):
+    plain = THREE_LINES[name]
+    path = tmp_path / ("d.x.gz" if packed else "d.x")
+
+    def read(text):
+        content = text.encode()
+        path.write_bytes(gzip.compress(content) if packed else content)
+        found = data.READERS[name](path, **CORELESS.get(name, {}))
+        return lists(found), found.users, found.labels, found.n_items
+
+    expected = read(plain)
+    for text in [
+        "\ufeff" + plain,
+        plain.replace("\n", "\r\n"),
+        plain.replace("\n", "\r"),
+        plain.replace("\n", " \n"),
+        plain.replace("\t", " \t "),
+        plain.removesuffix("\n"),
+    ]:
+        assert read(text) == expected
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -199,6 +246,10 @@ def test_recbole_without_time_keeps_the_file_order(write):
     [
         ("user_id:token\trating:float\nx\t3\n", "line 1.*lacks item_id"),
         ("", "line 1.*lacks item_id, user_id"),
+        ("user_id\titem_id\tuser_id\nx\ty\tz\n", "user_id more than once"),
+        ("user_id\titem_id:token_seq\nx\ty z\n", "one id.*item_id:token_seq"),
+        ("user_id\titem_id\ttime:float\nx\ty\t3\n", "timestamp, got time"),
+        ("user_id\titem_id\tTimestamp\nx\ty\t3\n", "got Timestamp"),
         ("user_id:token\titem_id:token\nx\tb\tc\n", "line 2.*2 fields"),
     ],
 )
@@ -251,6 +302,10 @@ def test_amazon_duplicates_are_an_error_unless_asked(write):
         reviews([("a", {"x": 1}, 1)]),
         reviews([(7, "x", 1)]),
         reviews([("a", "x", None)]),
+        reviews([("a", "x", True)]),
+        reviews([("a", "x", 1_399_939_200_000)]),
+        reviews([("", "x", 1)]),
+        reviews([("a", "x\ufeff", 1)]),
         reviews([("a", "x", [1])]),
         reviews([("a", "x", 10**400)]),
     ],
@@ -259,6 +314,43 @@ def test_amazon_faults(write, line):
     path = write("r.json", reviews([("a", "x", 1)]) + line + "\n")
     with pytest.raises(data.MalformedLineError, match="r.json, line 2: "):
         data.read_amazon(path)
+
+
+def test_a_field_given_twice_is_an_error(write):
+    line = '{"reviewerID": "a", "asin": "x", "asin": "y"}'
+    with pytest.raises(data.DuplicateError, match="line 1: field asin"):
+        data.read_amazon(write("r.json", line))
+
+
+def test_rows_are_checked_whoever_reads_them():
+    def read(*rows, **given):
+        numbered = [(n, *row) for n, row in enumerate(rows, 1)]
+        return interactions(__file__, numbered, **given)
+
+    found = read(("a", "x", 2), ("b", "y", "1"), ("a", "z", 1.5))
+    assert (lists(found), found.times.tolist()) == ([[3, 1], [2]], [1.5, 2, 1])
+    with pytest.raises(data.MalformedLineError, match="line 2: .*every line"):
+        read(("a", "x", 1), ("a", "y", None))
+    with pytest.raises(data.MalformedLineError, match="line 2: .*every line"):
+        read(("a", "x", None), ("a", "y", 1))
+    with pytest.raises(data.MalformedLineError, match="name of user, got 0"):
+        read((0, "x", 1))
+    with pytest.raises(data.MalformedLineError, match="got 12 and 12.0"):
+        read(("a", "12", 1), ("a", "12.0", 2))
+    with pytest.raises(data.MalformedLineError, match="got 7 and 7.0"):
+        read(("7.0", "x", 1), ("7", "x", 1))
+
+
+@pytest.mark.parametrize("bad", [True, 2.5, 0, -1])
+def test_sizes_of_readers_are_whole(write, bad):
+    for name, read in data.READERS.items():
+        with pytest.raises((ValueError, TypeError), match="n_items: expected"):
+            read(write("d.x", THREE_LINES[name]), n_items=bad)
+    with pytest.raises((ValueError, TypeError), match="k: expected"):
+        data.k_core(Sequences.of([[1, 1]]), bad)
+    if bad != 0:
+        with pytest.raises((ValueError, TypeError), match="core: expected"):
+            data.read_movielens(write("u.data", TABLE), core=bad)
 
 
 @given(
@@ -291,7 +383,10 @@ def test_times_stay_with_their_interactions():
     rows = [[1, 5, 2], [3], [2, 1, 4, 2], [2, 1, 1, 2, 6]]
     bare = Sequences.of(rows, labels=list("_abcdef"))
     owner = np.repeat(np.arange(4), bare.lengths)
-    sequences = replace(bare, times=1e9 + 100 * owner + bare.items)
+    place = np.arange(len(bare.items))
+    sequences = replace(
+        bare, times=1e9 + 1e4 * owner + 100 * place + bare.items
+    )
 
     def ids(found):
         """Of each user: the number it had and the items, from the times."""
@@ -299,7 +394,7 @@ def test_times_stay_with_their_interactions():
         when = found.times - 1e9
         assert ["_abcdef"[int(t) % 100] for t in when] == names
         cuts = np.split(when, found.offsets[1:-1])
-        return [[int(t // 100) for t in own] for own in cuts]
+        return [[int(t // 1e4) for t in own] for own in cuts]
 
     assert ids(sequences.take(np.array([2, 0]))) == [[2] * 4, [0] * 3]
     assert ids(sequences.without_last(1)) == [[0] * 2, [], [2] * 3, [3] * 4]
@@ -335,6 +430,103 @@ def test_sequences_refuse_contradictions():
         Sequences(items, np.array([0, 2]), 2, times=np.zeros(3))
     with pytest.raises(IndexError, match="user"):
         Sequences.of([[1]])[1]
+
+
+def test_times_that_go_back_are_refused_and_how_to_sort_is_said():
+    items, offsets = np.array([3, 1, 2, 4, 5]), np.array([0, 2, 5])
+    times = np.array([8.0, 9.0, 1.0, 7.0, 6.0])
+    given = {"users": ["a", "b"], "n_items": 5}
+    with pytest.raises(ValueError) as caught:
+        Sequences(items, offsets, times=times, **given)
+    said = str(caught.value)
+    assert said.startswith("times: user 1 (b), position 2: ")
+    assert "6.0 after 7.0" in said
+    hint = said.partition("sort items and times by ")[2]
+    names = {"np": np, "times": times, "users": 2, "offsets": offsets}
+    order = eval(hint, names)
+    found = Sequences(items[order], offsets, times=times[order], **given)
+    assert lists(found) == [[3, 1], [2, 5, 4]]
+    # equal times, and a user who begins before the last one ended, are fine
+    replace(found, times=[8, 8, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "times, error, said",
+    [
+        ([1.0, np.nan, 3.0], ValueError, "user 1, position 0: .*nan"),
+        ([1.0, 2.0, np.inf], ValueError, "user 1, position 1: .*inf"),
+        ([1e9, 1e9, 1.6e12], ValueError, "divide milliseconds by 1000"),
+        (["1", "2", "3"], TypeError, "expected seconds as numbers"),
+        ([True, True, True], TypeError, "got bool"),
+        (np.array([1, 2, 3], "datetime64[ns]"), TypeError, "datetime64"),
+        ([[1.0, 2.0, 3.0]], ValueError, r"expected shape \(3,\)"),
+    ],
+)
+def test_times_are_seconds(times, error, said):
+    with pytest.raises(error, match="times: .*" + said):
+        Sequences([1, 2, 1], [0, 1, 3], 2, times=times)
+
+
+@pytest.mark.parametrize(
+    "bad, error",
+    [
+        ([1, 1.9], ValueError),
+        ([1, np.nan], ValueError),
+        ([1, 2.0**60], ValueError),
+        (np.array([1, 2**63], np.uint64), ValueError),
+        ([1, 2**70], TypeError),
+        ([True, True], TypeError),
+        (["1", "2"], TypeError),
+        ([1, None], TypeError),
+        ([[1], [1, 2]], ValueError),
+        ([[1, 2]], ValueError),
+    ],
+)
+def test_ids_that_are_no_whole_numbers_are_refused(bad, error):
+    with pytest.raises(error, match="items of user 1: expected"):
+        Sequences.of([[1], bad])
+    with pytest.raises(error, match="items: expected"):
+        Sequences(bad, [0, 2], 2)
+    with pytest.raises(error, match="offsets: expected"):
+        Sequences([1], bad, 2)
+    with pytest.raises(error, match="users: expected"):
+        Sequences.of([[1], [2], [3]]).take(bad)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, np.int32, np.uint8, np.float32, object],
+)
+def test_whole_numbers_of_any_kind_are_ids(kind):
+    def of(values):
+        if kind in (list, tuple):
+            return kind(values)
+        return np.array(values, kind)
+
+    times = [5, 5, 1] if kind is object else of([5, 5, 1])
+    found = Sequences(of([1, 2, 3]), of([0, 2, 3]), 3, times=times)
+    assert lists(found) == [[1, 2], [3]]
+    assert found.items.dtype == found.offsets.dtype == np.int64
+    assert lists(Sequences.of([of([1, 2]), of([3])])) == [[1, 2], [3]]
+    assert lists(found.take(of([1]))) == [[3]]
+
+
+@pytest.mark.parametrize("bad", [{3, 1}, {3: 1}, "31", 3])
+def test_items_without_an_order_are_refused(bad):
+    with pytest.raises(TypeError, match="expected a list.*user 1, got"):
+        Sequences.of([[1], bad])
+
+
+def test_contradictions_of_names_and_sizes_are_refused():
+    for n_items, error in [(2.0, TypeError), (True, TypeError)]:
+        with pytest.raises(error, match="n_items"):
+            Sequences([1], [0, 1], n_items)
+    with pytest.raises(ValueError, match="labels: expected 3 names, got 2"):
+        Sequences.of([[1, 2]], labels=["x", "y"])
+    with pytest.raises(ValueError, match="users: expected 1 names, got 2"):
+        Sequences.of([[1, 2]], users=["a", "b"])
+    with pytest.raises(ValueError, match="n: expected at least 0, got -1"):
+        Sequences.of([[1, 2], [3, 4]]).without_last(-1)
 
 
 def test_fetch_prefers_the_folder_and_checks_it(tmp_path, monkeypatch):
@@ -604,8 +796,25 @@ def test_a_reliable_item_tells_more_about_the_state():
         ({"noise": (0.0, 1.0)}, "noise"),
         ({"drift": 0.0}, "drift"),
         ({"pull": 1.0}, "pull"),
+        ({"n_users": 2.5}, "n_users"),
+        ({"n_items": True}, "n_items"),
+        ({"length": (5.5, 9)}, "length"),
+        ({"length": (5, 9, 12)}, "length"),
+        ({"noise": (0.1, np.inf)}, "noise"),
+        ({"noise": (0.1, 1.0, 2.0)}, "noise"),
+        ({"drift": np.inf}, "drift"),
+        ({"popularity": np.nan}, "popularity"),
     ],
 )
 def test_simulation_names_the_bad_argument(given, name):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValueError, TypeError), match=f"{name}: expected"):
         data.simulate(**given)
+
+
+def test_the_oracle_refuses_what_is_of_another_catalogue():
+    truth = data.simulate(5, 6, length=(2, 3))
+    with pytest.raises(ValueError, match="histories: expected n_items 6"):
+        truth.oracle(Sequences.of([[1, 2]], n_items=7))
+    for bad in (truth.variance[1:], -truth.variance, truth.variance * np.nan):
+        with pytest.raises(ValueError, match="variance: expected positive"):
+            truth.oracle(truth.sequences, variance=bad)

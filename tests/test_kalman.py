@@ -1,6 +1,7 @@
 """bft_ref.kalman: against statsmodels, filterpy and the joint Gaussian."""
 
 import math
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -189,6 +190,40 @@ def test_float32_agrees_with_float64(flow):
     close(single.gain.double(), double.gain, 1e-5)
 
 
+@pytest.mark.parametrize("level_variance", [0.0, 1e-8, 1e-3])
+def test_a_long_series_is_as_accurate_as_its_dtype(level_variance):
+    """In float32 itself the recursion loses 20 ulp, in bfloat16 all."""
+    t = torch.arange(1, 10_001).double()
+    z = 2 + torch.sin(t)
+    exact = local_level_filter(z, 0.8, level_variance)
+    if level_variance == 0:
+        close(exact.filtered.variance, 0.8 / t, 1e-11)
+        close(exact.filtered.mean, z.cumsum(0) / t, 1e-11)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rounded = z.to(dtype)
+        low = local_level_filter(rounded, 0.8, level_variance)
+        fields = (*low.predicted, *low.filtered, low.gain, low.log_likelihood)
+        assert {x.dtype for x in fields} == {torch.float32}
+        # half an ulp of log λ < 16
+        close(low.filtered.variance.double(), exact.filtered.variance, 6e-7)
+        close(low.gain.double(), exact.gain, 1e-7)
+        if dtype == torch.float32:
+            close(low.filtered.mean.double(), exact.filtered.mean, 2e-7)
+        elif level_variance == 0:
+            mean = rounded.double().cumsum(0) / t
+            close(low.filtered.mean.double(), mean, 2e-7)
+
+
+def test_variances_and_prior_are_not_rounded_to_the_observations():
+    z = torch.tensor([1.0, 2.0, 4.0])
+    prior = Belief.of(f64(0.1), variance=1e-3)
+    exact = local_level_filter(z.double(), 1e-12, 3e-13, prior)
+    for dtype in (torch.float32, torch.float16):
+        low = local_level_filter(z.to(dtype), 1e-12, 3e-13, prior)
+        close(low.filtered.variance.double(), exact.filtered.variance, 4e-6)
+        close(low.predicted.mean.double(), exact.predicted.mean, 1e-7)
+
+
 @steady
 @given(
     st.floats(1e-30, 1e30),
@@ -214,6 +249,34 @@ def test_gain_limits_and_gradient():
     k = gain(a, b)
     (slope,) = torch.autograd.grad(k.sum(), b)
     close(slope, (k * (1 - k)).detach(), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gain_and_precision_in_a_low_dtype_are_computed_wide(dtype):
+    a, b = (torch.linspace(-6, at, 60).to(dtype) for at in (5.0, 9.0))
+    k = gain(a, b)
+    after, weight = update(Belief(torch.zeros(60).to(dtype), a), a, b)
+    assert k.dtype == after.log_precision.dtype == torch.float32
+    assert torch.equal(weight, k)
+    close(k.double(), gain(a.double(), b.double()), 1e-6)
+    close(
+        after.log_precision.double(),
+        torch.logaddexp(a.double(), b.double()),
+        1e-6,
+        1e-6,
+    )
+
+
+def test_the_mean_has_the_wider_dtype_of_mean_and_innovation():
+    log = torch.tensor([1.0, 0.3])
+    e = torch.tensor([1.0, 1.7])
+    belief = Belief(torch.zeros(2).bfloat16(), log.double())
+    after, k = update(belief, e, torch.zeros(2))
+    assert after.mean.dtype == torch.float32
+    # the gain is not rounded to bfloat16 on its way
+    close(after.mean.double(), k * e.double(), 1e-6)
+    with pytest.raises(TypeError, match="mean: expected a floating dtype"):
+        update(Belief(torch.tensor([1, 2]), log), e, log)
 
 
 def test_update_without_information_has_finite_gradients():
@@ -244,6 +307,48 @@ def test_steady_state_is_where_the_filter_stays(o, q):
     λ = steady_state_precision(f64(o), f64(q))
     close(1 / (1 / (λ + o) + q), λ, 1e-9)
     assert λ < 1 / q
+
+
+def star(o, q):
+    """λ* in 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        o, q = Decimal(o), Decimal(q)
+        qo = q * o
+        return float(2 * o / (qo + (qo * qo + 4 * qo).sqrt()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computed", "ends", "tol"),
+    [
+        (torch.float64, torch.float64, 307, 1e-14),
+        (torch.float32, torch.float32, 37.5, 1e-6),
+        (torch.bfloat16, torch.float32, 37.5, 1e-6),
+        (torch.float16, torch.float32, 4.5, 1e-6),
+    ],
+)
+def test_steady_state_from_end_to_end_of_a_dtype(dtype, computed, ends, tol):
+    grid = (10 ** torch.linspace(-ends, ends, 25).double()).to(dtype)
+    o, q = torch.cartesian_prod(grid, grid).T
+    found = steady_state_precision(o, q)
+    assert found.dtype == computed
+    expected = f64([*map(star, o.tolist(), q.tolist())])
+    info = torch.finfo(computed)
+    there = (expected >= info.tiny) & (expected <= info.max)
+    assert there.sum() > 500
+    close(found.double()[there], expected[there], tol)
+
+
+def test_steady_state_of_two_tiny_numbers_and_its_slope():
+    o, q = torch.tensor([1e-20, 1e-26]).requires_grad_()
+    λ = steady_state_precision(o, q)
+    close(λ.detach().double(), 1000.0, 1e-6)
+    for x, power in [(o, 0.5), (q, -0.5)]:  # λ* → √(o/Q)
+        (slope,) = torch.autograd.grad(λ, x, retain_graph=True)
+        close((slope * x / λ).detach().double(), power, 1e-5)
+    mixed = steady_state_precision(f64(0.3), torch.tensor(0.7))
+    assert mixed.dtype == torch.float64
+    close(mixed, star(0.3, torch.tensor(0.7).item()), 1e-14)
 
 
 def test_steady_state_scales_with_the_unit():
@@ -296,6 +401,24 @@ def test_bad_series_are_named(args, error, says):
         local_level_filter(*args)
 
 
+@pytest.mark.parametrize(
+    ("mean", "log_precision", "says"),
+    [
+        (torch.zeros(1), torch.zeros(()), "prior mean: expected shape"),
+        (torch.zeros(3), torch.zeros(3), "prior mean: expected shape"),
+        (torch.zeros(()), torch.zeros(1), "prior log_precision: .*shape"),
+        (f64(math.nan), f64(0.0), "prior mean: expected finite"),
+        (f64(0.0), f64(math.nan), "prior log_precision: expected a number"),
+        (f64(0.0), f64(math.inf), "prior log_precision: expected a number"),
+    ],
+)
+def test_a_bad_prior_is_named(mean, log_precision, says):
+    with pytest.raises(ValueError, match=says):
+        local_level_filter(
+            torch.ones(3), 1.0, 1.0, Belief(mean, log_precision)
+        )
+
+
 def test_other_bad_input_is_named():
     belief = Belief(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="innovation: shape"):
@@ -304,6 +427,10 @@ def test_other_bad_input_is_named():
         steady_state_precision(f64(0.0), f64(1.0))
     with pytest.raises(ValueError, match="process_noise"):
         steady_state_precision(f64(1.0), f64(-1.0))
+    with pytest.raises(TypeError, match="observation_precision: .*got float"):
+        steady_state_precision(1.0, f64(1.0))
+    with pytest.raises(TypeError, match="process_noise: .*int64"):
+        steady_state_precision(f64(1.0), torch.tensor(1))
 
 
 def test_the_data_of_the_chapter():

@@ -230,7 +230,7 @@ def test_dropout_thins_the_mean_alone(implementation):
     assert (error < 5 * means.std(0) / 800**0.5 + 1e-9).all()
     assert means[:, :, :, 3:].std(0).min() > 0.05
     dropped = (means[:, :, :, 0] == 0).all(-1).double().mean()
-    assert abs(dropped - 0.4) < 0.02  # the first token sees itself alone
+    assert abs(dropped - 0.4) < 0.03  # the first token sees itself alone
 
 
 def test_dropout_of_blocks_has_its_gradient(small_blocks):

@@ -104,12 +104,121 @@ def test_rank_names_the_bad_argument():
         metrics.rank(np.zeros((1, 5)), np.array([0]))
 
 
+@pytest.mark.parametrize(
+    "target, error",
+    [
+        ([1.9, 2.0], ValueError),
+        ([True, True], TypeError),
+        ([[1], [2]], ValueError),
+        ([1], ValueError),
+    ],
+)
+def test_targets_that_are_no_ids_are_refused(target, error):
+    with pytest.raises(error, match="target|scores"):
+        metrics.rank(np.zeros((2, 5)), np.array(target))
+
+
+def test_targets_of_any_whole_numbers_are_the_same():
+    scores = np.array([[0.0, 9, 8, 7, 6]] * 2)
+    for kind in (np.int32, np.uint8, np.float32):
+        found = metrics.rank(scores, np.array([3, 1], dtype=kind))
+        assert found.above.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("users, items", [(2, 4), (4, 4), (3, 3), (3, 5)])
+def test_a_history_of_others_is_refused(users, items):
+    history = Sequences.of([[1]] * users, n_items=items)
+    with pytest.raises(ValueError, match=rf"scores: .*\({users}, {items + 1}"):
+        metrics.rank(np.zeros((3, 5)), np.array([1, 2, 3]), history)
+
+
+def test_evaluate_ranks_everybody_or_nobody():
+    split = small_split()
+    score = metrics.popularity(split)
+    for chunk in (0, -5, 2.5):
+        with pytest.raises((ValueError, TypeError), match="chunk: expected"):
+            metrics.evaluate(split, score, chunk=chunk)
+    every = np.arange(len(split.target))
+    for some in (every[:-1], np.append(every, 0)):
+        other = split._replace(history=split.history.take(some))
+        with pytest.raises(ValueError, match="a history for each of 300"):
+            metrics.evaluate(other, score)
+    with pytest.raises(ValueError, match=r"scores: .*41\), .*got \(300, 40"):
+        metrics.evaluate(split, lambda part: np.zeros((len(part), 40)))
+
+
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        (([-1], [0], [5]), "above: expected counts, got -1"),
+        (([0], [-1], [5]), "tied: expected counts, got -1"),
+        (([0.5], [0], [5]), "above: expected whole numbers"),
+        (([0, 1], [0], [5, 5]), "one of each a user, got 2, 1 and 2"),
+        (([0, 3], [0, 2], [5, 5]), "4 other candidates of user 1"),
+    ],
+)
+def test_a_ranking_that_cannot_be_is_refused(columns, said):
+    with pytest.raises(ValueError, match=said):
+        metrics.Ranking(*columns)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"rank": [0, 2]}, "rank: expected 1…3, got 0…2"),
+        ({"rank": [1, 4]}, "rank: expected 1…3, got 1…4"),
+        ({"rank": [1]}, "user: expected each of the 1 ranks"),
+        ({"rank": [1.5, 2]}, "rank: expected whole numbers"),
+        ({"user": [0, 0]}, "user: expected each"),
+        ({"user": [0, -1]}, "user: expected each"),
+        ({"user": [0, 4]}, r"user: expected each.*0…3"),
+        ({"k": 0}, "k: expected at least 1"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(changed, said):
+    top = {"k": 3, "users": 4, "user": [0, 2], "rank": [1, 3]}
+    assert metrics.Ranking.from_top(top).above.tolist() == [0, 3, 2, 3]
+    with pytest.raises(ValueError, match=said):
+        metrics.Ranking.from_top(top | changed)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.5, True])
+def test_k_is_a_whole_number(k):
+    ranking = metrics.Ranking([0], [0], [5])
+    for ask in (ranking.hit, ranking.ndcg, ranking.top):
+        with pytest.raises((ValueError, TypeError), match="k: expected"):
+            ask(k)
+
+
+def test_a_ranking_of_other_users_is_not_reported():
+    split = small_split()
+    ranking = metrics.evaluate(split, metrics.popularity(split))
+    other = ranking.take(slice(1, None))
+    for ask in (metrics.report, metrics.by_stratum):
+        with pytest.raises(ValueError, match="ranking: .*300 users, got 299"):
+            ask(split, other)
+
+
+def test_strata_need_a_last_item():
+    split = small_split()
+    bare = split.history.without_last(3)
+    with pytest.raises(ValueError, match="an item in each history"):
+        metrics.membership(split._replace(history=bare))
+
+
+@pytest.mark.parametrize("bad", [[1.0, np.nan], [[1.0, 2.0]], 1.0])
+def test_quartiles_are_of_numbers(bad):
+    with pytest.raises(ValueError, match="values: expected numbers"):
+        metrics.quartiles(bad)
+    assert metrics.quartiles([1, 2, 3, 4])[1].tolist() == [0, 1, 2, 3]
+
+
 def test_strata_share_out_every_user_once():
     split = small_split()
     masks = {}
     for kind, _, mask in metrics.strata(split):
         masks.setdefault(kind, []).append(mask)
-    assert set(masks) == {"frequency", "history"}
+    assert set(masks) == {"frequency", "history", "last"}
     for kind in masks:
         assert (np.sum(masks[kind], 0) == 1).all()
     low = split.frequency[split.target[masks["frequency"][0]]].max()
@@ -129,6 +238,7 @@ def test_a_label_says_which_values_its_stratum_holds():
     values = {
         "frequency": split.frequency[split.target],
         "history": split.history.lengths,
+        "last": split.frequency[[h[-1] for h in split.history]],
     }
     for kind, label, mask in metrics.strata(split):
         low, high = map(int, label.split(": ")[1].split("-"))
@@ -223,7 +333,17 @@ def test_the_bootstrap_refuses_what_does_not_pair():
         with pytest.raises(ValueError, match=r"\(seeds, users\).*same users"):
             metrics.paired_bootstrap(np.zeros(a), np.zeros(b))
     with pytest.raises(ValueError, match="NaN"):
-        metrics.paired_bootstrap(np.array([np.nan]), np.zeros(1))
+        metrics.paired_bootstrap(np.array([np.nan, 1]), np.zeros(2))
+    with pytest.raises(ValueError, match="infinity"):
+        metrics.paired_bootstrap(np.zeros(2), np.array([0, np.inf]))
+    # two means instead of everybody's values, and one user, have no spread
+    for a, b in [(0.3, 0.4), ([0.3], [0.4]), ([[0.3], [0.2]], [[0.4]])]:
+        with pytest.raises(ValueError, match="two or more"):
+            metrics.paired_bootstrap(a, b)
+    with pytest.raises(TypeError, match="resamples: expected a whole number"):
+        metrics.paired_bootstrap(np.zeros(3), np.zeros(3), resamples=9.5)
+    with pytest.raises(ValueError, match="level"):
+        metrics.paired_bootstrap(np.zeros(3), np.zeros(3), level=95)
     with pytest.raises(ValueError, match="resamples"):
         metrics.paired_bootstrap(np.zeros(3), np.zeros(3), resamples=0)
     none = metrics.paired_bootstrap(np.zeros(3), np.ones(3))
@@ -235,6 +355,21 @@ def test_popularity_ranks_by_training_frequency():
     scores = metrics.popularity(split)(np.arange(3))
     assert scores.shape == (3, 41)
     assert scores[0, 1:].tolist() == split.frequency[1:].tolist()
+
+
+def test_popularity_tells_large_numbers_apart():
+    split = small_split()
+    many = np.full(41, 2**24) + np.arange(41)
+    score = metrics.popularity(split._replace(frequency=many))
+    assert metrics.rank(score(np.arange(1)), [39]).above.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "name, bad", [("neighbours", 0), ("neighbours", -1), ("shrink", -1.0)]
+)
+def test_item_knn_names_the_bad_argument(name, bad):
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        metrics.item_knn(small_split(), **{name: bad})
 
 
 def test_item_knn_is_damped_cosine_of_co_occurrence():

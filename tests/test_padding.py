@@ -127,8 +127,13 @@ def test_internals_stand_where_their_tokens_do(variant):
     expected, theirs = net(RIGHT, trace=True)
     same(hidden, expected, first)
     for found, right in zip(traces, theirs, strict=True):
-        for name in right._fields:
-            x, y = getattr(found, name), getattr(right, name)
+        pairs = [(found.observation, right.observation), (found, right)]
+        for name, x, y in (
+            (name, getattr(a, name), getattr(b, name))
+            for a, b in pairs
+            for name in b._fields
+            if name != "observation"
+        ):
             if name in ("weights", "n_eff"):
                 x, y = x.transpose(1, 2), y.transpose(1, 2)
             if name == "weights":  # here (B, T, H, S), keys to the front

@@ -77,8 +77,8 @@ def test_slips_are_caught_and_a_change_that_is_none_survives(tmp_path: Path):
     chosen = [slip for slip in read() if slip.name in TRIED]
     no_slip = chosen[0]._replace(
         name="no slip",
-        old="return -torch.logaddexp(-log_precision, log_process_noise)",
-        new="return -torch.logaddexp(log_process_noise, -log_precision)",
+        old="torch.logaddexp(-wide(log_precision), wide(log_process_noise))",
+        new="torch.logaddexp(wide(log_process_noise), -wide(log_precision))",
     )
     text = "".join(
         "[[slip]]\n"

@@ -37,7 +37,7 @@ from bft_ref.train import (
 )
 from bft_ref.train import __main__ as command_line
 from bft_ref.train.__main__ import app, filter_config, numbers
-from bft_ref.train.batches import gather
+from bft_ref.train.batches import gather, windows
 from bft_ref.train.losses import uniform_negatives
 
 ROOT = Path(__file__).parent.parent
@@ -162,22 +162,10 @@ def test_losses_name_the_bad_argument():
         next_item_loss(*given, None, n_items=N)
     with pytest.raises(ValueError, match="loss"):
         next_item_loss(*given, None, n_items=N, kind="hinge")
-    query, target, keys, bias = given
-    own = {"n_items": N, "kind": "full"}
-    for ids in (0, -1, N + 1):  # N + 1 is [MASK], which has a key
-        wrong = target.clone()
-        wrong[3] = ids
-        longer = torch.cat([keys, keys]), torch.cat([bias, bias])
-        with pytest.raises(ValueError, match=f"target: .* in 1…{N}"):
-            next_item_loss(query, wrong, *longer, None, **own)
-        with pytest.raises(ValueError, match=f"negatives: .* in 1…{N}"):
-            next_item_loss(query, target, *longer, wrong, n_items=N)
-    with pytest.raises(TypeError, match="target: .* got torch.float32"):
-        next_item_loss(query, target.float(), keys, bias, None, **own)
-    with pytest.raises(ValueError, match="target: .* one question, got none"):
-        next_item_loss(query[:0], target[:0], keys, bias, None, **own)
-    with pytest.raises(ValueError, match=f"keys: .* {N + 2} rows"):
-        next_item_loss(*given, None, n_items=N + 1, kind="full")
+    draw = torch.Generator()
+    for count, n_items in [(0, N), (3, 0)]:
+        with pytest.raises(ValueError, match="expected at least 1"):
+            uniform_negatives(count, n_items, draw)
 
 
 @pytest.mark.parametrize("loss", ["sampled", "full", "bce", "gbce"])
@@ -238,10 +226,142 @@ def test_another_number_of_threads_changes_rounding_at_most(sequences):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def wrong(error, said, **changed):
+    return pytest.param(changed, error, said, id=said)
+
+
+@pytest.mark.parametrize("kind", ["full", "sampled", "bce", "gbce"])
+@pytest.mark.parametrize(
+    "changed, error, said",
+    [
+        wrong(ValueError, "target: .*got 0", target=torch.tensor([0, 1])),
+        wrong(ValueError, "target: .*got -99", target=torch.tensor([-99, 1])),
+        wrong(ValueError, "target: .*21", target=torch.tensor([1, N + 1])),
+        wrong(TypeError, "target: .*float", target=torch.tensor([1.0, 2.0])),
+        wrong(TypeError, "target: .*bool", target=torch.tensor([True] * 2)),
+        wrong(ValueError, "target: .*shape", target=torch.tensor([[1], [2]])),
+        wrong(ValueError, "target: .*one", query=torch.ones(0, 4),
+              target=torch.ones(0).long()),
+        wrong(ValueError, "keys: .*21 rows", keys=torch.ones(N, 4)),
+        wrong(ValueError, "keys: .*shape", keys=torch.ones(N + 2, 3)),
+        wrong(ValueError, "bias: .*21 rows", bias=torch.ones(N)),
+        wrong(ValueError, "bias: .*shape", bias=torch.ones(N + 1, 1)),
+        wrong(ValueError, "n_items: ", n_items=0),
+    ],
+)  # fmt: skip
+def test_losses_refuse_what_is_nearly_right(kind, changed, error, said):
+    given = {
+        "query": torch.ones(2, 4),
+        "target": torch.tensor([3, N]),
+        # one row more, as BERT4Rec's, which must not count as an item
+        "keys": torch.ones(N + 2, 4),
+        "bias": torch.ones(N + 2),
+        "negatives": torch.tensor([1, 2, 3]),
+        "n_items": N,
+    }
+    next_item_loss(**given, kind=kind)
+    with pytest.raises(error, match=said):
+        next_item_loss(**given | changed, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "negatives, error",
+    [
+        (torch.tensor([1, N + 1]), ValueError),
+        (torch.tensor([0, 1]), ValueError),
+        (torch.tensor([[1], [2]]), ValueError),
+        (torch.tensor([1.0, 2.0]), TypeError),
+    ],
+)
+def test_negatives_are_items(negatives, error):
+    query, target, keys, bias = questions()
+    keys, bias = torch.cat([keys, keys]), torch.cat([bias, bias])
+    with pytest.raises(error, match="negatives: expected"):
+        next_item_loss(query, target, keys, bias, negatives, n_items=N)
+    with pytest.raises(ValueError, match="calibration"):
+        next_item_loss(
+            query, target, keys, bias, target, n_items=N, calibration=1.5
+        )
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_single_item_is_chosen_for_certain(correct):
+    query, keys = torch.randn(3, 4).requires_grad_(), torch.randn(2, 4)
+    only = torch.ones(3, dtype=torch.int64)
+    given = (query, only, keys, torch.randn(2), only)
+    loss = next_item_loss(*given, n_items=1, correct=correct)
+    full = next_item_loss(*given, n_items=1, kind="full")
+    assert loss == full == 0
+    (slope,) = torch.autograd.grad(loss, query)
+    assert (slope == 0).all()
+    bce, gbce = (
+        next_item_loss(*given, n_items=1, kind=kind)
+        for kind in ("bce", "gbce")
+    )
+    score = query @ keys[1] + given[3][1]
+    torch.testing.assert_close(bce, F.softplus(-score).mean() / 4)
+    torch.testing.assert_close(gbce, bce)
+
+
 def epoch(sequences, seed=0, **given):
     given = {"length": 6, "size": 16} | given
     rng = np.random.default_rng(seed)
     return list(training_batches(sequences, rng=rng, **given))
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ({"length": 0}, "length"),
+        ({"length": -1, "every_window": True}, "length"),
+        ({"length": 2.5}, "length"),
+        ({"size": 0}, "size"),
+        ({"size": 1.5}, "size"),
+        ({"mask_rate": 1.5, "mask_id": 41}, "mask_rate"),
+        ({"mask_rate": math.nan, "mask_id": 41}, "mask_rate"),
+        ({"last_rate": -0.1, "mask_id": 41}, "last_rate"),
+        ({"mask_id": 40}, "mask_id"),
+        ({"mask_id": 0}, "mask_id"),
+    ],
+)
+def test_batches_name_the_bad_argument_before_the_first(
+    sequences, given, name
+):
+    given = {"length": 6, "size": 16, "rng": np.random.default_rng(0)} | given
+    with pytest.raises((ValueError, TypeError), match=f"{name}: expected"):
+        training_batches(sequences, **given)
+
+
+def test_an_epoch_without_a_question_is_refused(sequences):
+    with pytest.raises(DataError, match="no user has two items"):
+        epoch(Sequences.of([[1], [2]]))
+    # three items each: the split leaves one to train on
+    three = Sequences.of([row[:3] for row in sequences], n_items=40)
+    with pytest.raises(DataError, match="no user has two items"):
+        run(three, epochs=1)
+
+
+@pytest.mark.parametrize(
+    "users, end, error, said",
+    [
+        ([0], [4], ValueError, "end: expected 0…3 for user 0, got 4"),
+        ([0], [-1], ValueError, "end: expected 0…3 for user 0, got -1"),
+        ([0, 1], [3], ValueError, "end: expected one a user, 2, got 1"),
+        ([True, False], [3, 2], TypeError, "users: .*flatnonzero"),
+        ([0.5], [2], ValueError, "users: expected whole"),
+        ([0], [1.5], ValueError, "end: expected whole"),
+        ([2], [1], IndexError, "index 2 is out of bounds"),
+    ],
+)
+def test_no_items_are_gathered_from_the_next_user(users, end, error, said):
+    two = Sequences.of([[4, 5, 6], [7, 8]])
+    with pytest.raises(error, match=said):
+        gather(two, np.array(users), np.array(end), 2)
+    assert gather(two, [-1, 0], [2, 3], 2)[0].tolist() == [[7, 8], [5, 6]]
+    with pytest.raises(ValueError, match="length: expected at least 1"):
+        gather(two, [0], [1], 0)
+    with pytest.raises(ValueError, match="length: expected at least 1"):
+        windows(two.lengths, -1, True)
 
 
 def test_causal_batches_ask_for_each_next_item_once(sequences):

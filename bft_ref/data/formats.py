@@ -2,28 +2,34 @@
 
 Every fault is a named error with the file and, where the format has lines,
 the line number. Interactions with equal timestamps keep the order of the
-file (a stable sort), so that reading is reproducible.
+file (a stable sort), so that reading is reproducible. A byte-order mark, any
+kind of line end and space around a field are no part of it; an invisible
+character or quotes, which would make two users of one, are refused.
 """
 
 import csv
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import IO, Literal
 
 import numpy as np
 
+from bft_ref.checks import count
 from bft_ref.data.errors import (
     DuplicateError,
     EmptyUserError,
     ItemRangeError,
     MalformedLineError,
 )
-from bft_ref.data.sequences import Sequences
+from bft_ref.data.sequences import MILLISECONDS, Sequences
 
 
 def _sha256(path: Path) -> str:
@@ -42,7 +48,7 @@ def _text(path: Path) -> Iterator[IO[str]]:
     Raises: MalformedLineError for bytes that are no UTF-8 or no gzip.
     """
     try:
-        with _open(path, mode="rt", encoding="utf-8", newline="") as file:
+        with _open(path, mode="rt", encoding="utf-8-sig", newline="") as file:
             yield file
     except UnicodeDecodeError as error:
         raise MalformedLineError(
@@ -68,9 +74,73 @@ def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             for row in rows:
-                yield rows.line_num, row
+                yield rows.line_num, [field.strip() for field in row]
         except csv.Error as error:
             raise MalformedLineError(path, rows.line_num, str(error)) from None
+
+
+def _unique(path: Path, line: int | None, what: str, pairs: list) -> dict:
+    """A JSON object, of whose equal names the parser would keep the last.
+
+    Names that only differ in the space around them are equal.
+    """
+    found: dict = {}
+    for name, value in pairs:
+        if name.strip() in found:
+            raise DuplicateError(path, line, f"{what} {name} is given twice")
+        found[name.strip()] = value
+    return found
+
+
+def _name(path: Path, line: int | None, what: str, text: object) -> str:
+    """A user's or an item's name, without the space around it."""
+    if not isinstance(text, str) or not text.strip():
+        raise MalformedLineError(
+            path, line, f"expected the name of {what}, got {shortened(text)}"
+        )
+    name = text.strip()
+    if not name.isprintable():
+        raise MalformedLineError(
+            path, line, f"an invisible character in {what} {shortened(name)}"
+        )
+    if len(name) > 1 and name[0] == name[-1] == '"':
+        raise MalformedLineError(
+            path, line, f"{what} {shortened(name)}: expected no quotes"
+        )
+    return name
+
+
+def _number(value: object) -> float:
+    """A plain decimal number; NaN for all else that Python would read."""
+    try:
+        text = str(value)
+        return float(text if text.isascii() and "_" not in text else "nan")
+    except ValueError:
+        return np.nan
+
+
+def _seconds(path: Path, line: int, value: object) -> float:
+    seconds = _number(value)
+    if not np.isfinite(seconds):
+        raise MalformedLineError(
+            path,
+            line,
+            "expected a finite number as the timestamp, got "
+            + shortened(value)
+            + " (is this line a header?)" * (line == 1),
+        )
+    if abs(seconds) >= MILLISECONDS:
+        raise MalformedLineError(
+            path,
+            line,
+            f"expected a timestamp in seconds, got {value}: divide "
+            "milliseconds by 1000",
+        )
+    return seconds
+
+
+def _most(n_items: int | None) -> int | None:
+    return None if n_items is None else count("n_items", n_items, 1)
 
 
 def _in_range(path, line, item: int, first: int, n_items: int | None) -> int:
@@ -87,11 +157,12 @@ def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
     """S3-Rec text: one user a line, ``user item item …``, ids from 1.
 
     Items a user repeats are kept: without timestamps a repeat is no fault.
+    ``n_items`` is the size of the catalogue, by default the largest id.
     Raises: MalformedLineError, DuplicateError (a user on two lines),
     EmptyUserError (also a file without users), ItemRangeError, each with its
     line number.
     """
-    path = Path(path)
+    path, n_items = Path(path), _most(n_items)
     users: dict[str, int] = {}
     rows: list[list[int]] = []
     with _text(path) as lines:
@@ -99,20 +170,29 @@ def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
             user, *fields = line.split() or [""]
             if not user:
                 raise MalformedLineError(path, number, "an empty line")
+            if line[0].isspace():
+                raise MalformedLineError(
+                    path, number, "expected a user first, got space"
+                )
+            user = _name(path, number, "user", user)
             if user in users:
                 raise DuplicateError(
                     path,
                     number,
-                    f"user {user} was already given on line {users[user]}",
+                    f"user {user} was already given on line {users[user]}; "
+                    "a user's items belong on one line, in time order",
                 )
             if not fields:
                 raise EmptyUserError(path, number, f"user {user} has no items")
-            try:
-                row = [int(field) for field in fields]
-            except ValueError as error:
-                raise MalformedLineError(
-                    path, number, f"expected whole numbers: {error}"
-                ) from None
+            for field in fields:
+                if not re.fullmatch("-?[0-9]{1,4000}", field):
+                    raise MalformedLineError(
+                        path,
+                        number,
+                        "expected whole numbers as item ids, got "
+                        f"{shortened(field)}",
+                    )
+            row = [int(field) for field in fields]
             rows.append([_in_range(path, number, i, 1, n_items) for i in row])
             users[user] = number
     return _pack(path, rows, list(users), n_items)
@@ -121,20 +201,13 @@ def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
 def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
     """LETTER / LC-Rec JSON: ``{"user": [item, …]}`` in time order, ids from 0.
 
-    Ids are shifted by one, since 0 is padding here.
+    Ids are shifted by one, since 0 is padding here. ``n_items`` is the size
+    of the catalogue, by default what the largest id needs.
     Raises: MalformedLineError (with the line number if it is no JSON),
     DuplicateError, EmptyUserError, ItemRangeError (naming the user).
     """
-    path = Path(path)
-
-    def unique(pairs):
-        seen = dict(pairs)
-        if len(seen) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(n for n in names if names.count(n) > 1)
-            raise DuplicateError(path, None, f"user {twice} is given twice")
-        return seen
-
+    path, n_items = Path(path), _most(n_items)
+    unique = partial(_unique, path, None, "user")
     with _text(path) as file:
         text = file.read()
     try:
@@ -150,11 +223,15 @@ def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
         raise MalformedLineError(path, 1, f"expected an object, got a {kind}")
     rows = []
     for user, items in content.items():
+        _name(path, None, "user", user)
         if not isinstance(items, list) or any(
             type(item) is not int for item in items
         ):
             raise MalformedLineError(
-                path, None, f"user {user}: expected a list of whole numbers"
+                path,
+                None,
+                f"user {user}: expected a list of whole numbers, got "
+                f"{shortened(items)}",
             )
         if not items:
             raise EmptyUserError(path, None, f"user {user} has no items")
@@ -186,32 +263,66 @@ def read_movielens(path: str | Path, **options) -> Sequences:
                     line,
                     f"expected 4 fields between tabs, got {len(row)}",
                 )
-            user, item, _, time = row
+            user, item, rating, time = row
+            if _number(rating) > 10:
+                raise MalformedLineError(
+                    path,
+                    line,
+                    f"expected a rating of at most 10, got {rating}; the "
+                    "order is user, item, rating, timestamp",
+                )
             yield line, user, item, time
 
     return interactions(path, parse(), **options)
+
+
+def _header(path: Path, fields: list[str]) -> list[str]:
+    """The names of a RecBole header, which say how to read the lines."""
+    names = [field.split(":")[0] for field in fields]
+    missing = {"user_id", "item_id"} - set(names)
+    twice = [name for name in names if names.count(name) > 1]
+    several = [
+        field
+        for name, field in zip(names, fields, strict=True)
+        if name in ("user_id", "item_id", "timestamp")
+        and field.endswith("_seq")
+    ]
+    times = [
+        name
+        for name in names
+        if "timestamp" in name.lower()
+        or name.lower() in ("time", "date", "datetime")
+    ]
+    if missing:
+        fault = (
+            f"the header lacks {', '.join(sorted(missing))}; "
+            f"it has {', '.join(names) or 'nothing'}"
+        )
+    elif twice:
+        fault = f"the header has {twice[0]} more than once"
+    elif several:
+        fault = f"expected one id or time a line, got {several[0]}"
+    elif times and "timestamp" not in names:
+        fault = f"expected the time under the name timestamp, got {times[0]}"
+    else:
+        return names
+    raise MalformedLineError(path, 1, fault)
 
 
 def read_recbole(path: str | Path, **options) -> Sequences:
     """RecBole ``.inter``: a header of ``name:type``, then fields by tabs.
 
     Needs user_id and item_id; timestamp orders a user's items, and without
-    it the order of the file does. Options and errors: :func:`interactions`.
+    it the order of the file does. A time under another name and a sequence
+    as user, item or time are refused. Options and errors:
+    :func:`interactions`.
     """
     path = Path(path)
 
     def parse():
         rows = _table(path)
         _, names = next(rows, (1, []))
-        header = [name.split(":")[0] for name in names]
-        missing = {"user_id", "item_id"} - set(header)
-        if missing:
-            raise MalformedLineError(
-                path,
-                1,
-                f"the header lacks {', '.join(sorted(missing))}; "
-                f"it has {', '.join(header) or 'nothing'}",
-            )
+        header = _header(path, names)
         for line, row in rows:
             if len(row) != len(header):
                 raise MalformedLineError(
@@ -244,7 +355,12 @@ def read_amazon(path: str | Path, *, core: int = 5, **options) -> Sequences:
         with _text(path) as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    review = json.loads(line)
+                    review = json.loads(
+                        line,
+                        object_pairs_hook=partial(
+                            _unique, path, number, "field"
+                        ),
+                    )
                     user, item, time = (review[name] for name in needed)
                 except json.JSONDecodeError as error:
                     raise MalformedLineError(
@@ -254,17 +370,15 @@ def read_amazon(path: str | Path, *, core: int = 5, **options) -> Sequences:
                     raise MalformedLineError(
                         path, number, f"expected {', '.join(needed)}"
                     ) from None
+                except DuplicateError:
+                    raise
                 except (ValueError, RecursionError) as error:
                     raise MalformedLineError(
                         path, number, str(error)
                     ) from None
-                if time is None or not (
-                    isinstance(user, str) and isinstance(item, str)
-                ):
+                if time is None:
                     raise MalformedLineError(
-                        path,
-                        number,
-                        "expected text for user and item, and a time",
+                        path, number, "expected a time, got null"
                     )
                 yield number, user, item, time
 
@@ -282,14 +396,18 @@ def interactions(
     """Sequences from (line, user, item, time) rows in any order.
 
     Users and items are numbered by first appearance in the file, before any
-    filtering; equal times keep the file's order. ``duplicates`` says what
-    the same user, item and time on two lines is: "error", "keep" or "drop"
-    (counted in ``notes``). ``core`` > 0 keeps the k-core; ``n_items`` is the
-    most items that may appear.
-    Raises: MalformedLineError (a time that is no finite number, an empty
-    name), DuplicateError, ItemRangeError (more items than ``n_items``),
+    filtering; equal times keep the file's order. Times are seconds, on all
+    rows or (None) on none. ``duplicates`` says what the same user, item and
+    time on two lines is: "error", "keep" or "drop" (counted in ``notes``);
+    without times a repeat is kept. ``core`` > 0 keeps the k-core; ``n_items``
+    is the most items that may appear.
+    Raises: MalformedLineError (a time that is no finite number, or in
+    milliseconds; a name that is empty, quoted, has invisible characters, or
+    is there as 12 and as 12.0), DuplicateError, ItemRangeError (more items
+    than ``n_items``),
     EmptyUserError (a file without rows).
     """
+    core, n_items = count("core", core), _most(n_items)
     if duplicates not in ("error", "keep", "drop"):
         raise ValueError(
             f"duplicates: expected error, keep or drop, got {duplicates!r}"
@@ -298,17 +416,15 @@ def interactions(
     users: dict[str, int] = {}
     labels: dict[str, int] = {}
     seen: dict[tuple, int] = {}
-    user, item, time, dropped = [], [], [], 0
+    user, item, dropped = [], [], 0
+    time: list[float | None] = []
     for line, who, what, when in rows:
-        if not who or not what:
-            raise MalformedLineError(path, line, "an empty user or item")
-        try:
-            when = None if when is None else float(when)
-        except (TypeError, ValueError, OverflowError):
-            when = np.nan
-        if when is not None and not np.isfinite(when):
+        who = _name(path, line, "user", who)
+        what = _name(path, line, "item", what)
+        when = None if when is None else _seconds(path, line, when)
+        if time and (when is None) != (time[0] is None):
             raise MalformedLineError(
-                path, line, "expected a finite number as the timestamp"
+                path, line, "expected a time on every line or on none"
             )
         key = (who, what, when)
         if when is not None and duplicates != "keep":
@@ -333,7 +449,14 @@ def interactions(
         time.append(when)
     if not user:
         raise EmptyUserError(path, None, "the file holds no interactions")
-    if any(when is None for when in time):
+    for names in (users, labels):
+        for name in names:
+            bare = name.removesuffix(".0")
+            if bare != name and bare in names:
+                raise MalformedLineError(
+                    path, None, f"expected one name, got {bare} and {name}"
+                )
+    if time[0] is None:
         order = np.argsort(user, kind="stable")
         times = None
     else:
@@ -360,10 +483,10 @@ def k_core(sequences: Sequences, k: int) -> Sequences:
     Users and items below k are removed in turn until none is left below;
     the result does not depend on the order. Remaining items are numbered
     anew in the old order; ``notes`` counts what was removed.
-    Raises: ValueError if k < 1, or if nothing is left.
+    Raises: ValueError if k < 1, or if nothing is left; TypeError unless k is
+    a whole number.
     """
-    if k < 1:
-        raise ValueError(f"k: expected a whole number from 1, got {k!r}")
+    k = count("k", k, 1)
     owner = np.repeat(np.arange(len(sequences)), sequences.lengths)
     kept = np.ones(len(owner), dtype=bool)
     while True:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bft_ref.checks import count, number
 from bft_ref.data.sequences import Sequences
 
 
@@ -41,9 +42,21 @@ class Simulation:
         density of the predicted state at it. An approximation: the filter
         ignores that the items compete for every choice.
 
-        Shape: (users, n_items + 1), column 0 is −inf.
+        Shape: (users, n_items + 1), column 0 is −inf. Raises: ValueError for
+        histories of another catalogue, or a ``variance`` that is not positive
+        or has another shape than the truth.
         """
-        variance = self.variance if variance is None else variance
+        n = len(self.popularity)
+        if histories.n_items + 1 != n:
+            raise ValueError(
+                f"histories: expected n_items {n - 1}, got {histories.n_items}"
+            )
+        variance = self.variance if variance is None else np.asarray(variance)
+        if variance.shape != (n,) or not (variance[1:] > 0).all():
+            raise ValueError(
+                f"variance: expected positive numbers, shape ({n},), the "
+                f"first padding's; got shape {variance.shape}"
+            )
         k = self.position.shape[1]
         scores = np.full((len(histories), len(self.popularity)), -np.inf)
         for user in range(len(histories)):
@@ -90,35 +103,37 @@ def simulate(
     user, so that removing the history loses no target.
     The same arguments give the same sequences.
     Raises: ValueError for a size below one, an unordered range, noise or
-    drift not above 0, a pull outside (0, 1), or lengths beyond n_items.
+    drift not above 0 or not finite, a pull outside (0, 1), or lengths beyond
+    n_items; TypeError for a size that is no whole number.
     """
     for name, value in [
         ("n_users", n_users),
         ("n_items", n_items),
         ("state", state),
     ]:
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value!r}")
-    if not 1 <= length[0] <= length[1] <= n_items:
+        count(name, value, 1)
+    ends = [count("length", end, 1) for end in length]
+    if len(ends) != 2 or not ends[0] <= ends[1] <= n_items:
         raise ValueError(
             f"length: expected 1 <= low <= high <= {n_items}, got {length}"
         )
-    if not 0 < noise[0] <= noise[1]:
+    variances = [number("noise", end, 0) for end in noise]
+    if len(variances) != 2 or variances[0] > variances[1]:
         raise ValueError(f"noise: expected 0 < low <= high, got {noise}")
-    if not drift > 0:
-        raise ValueError(f"drift: expected > 0, got {drift!r}")
+    number("drift", drift, 0)
+    number("popularity", popularity, -np.inf)
     if not 0 < pull < 1:
         raise ValueError(f"pull: expected in (0, 1), got {pull!r}")
     rng = np.random.default_rng(seed)
     spread = drift / (1 - pull**2)
     position = rng.normal(0, np.sqrt(spread), (n_items + 1, state))
-    low, high = np.log(noise)
+    low, high = np.log(variances)
     variance = np.exp(rng.uniform(low, high, n_items + 1))
     weight = np.arange(1, n_items + 1, dtype=np.float64) ** -popularity
     weight = np.concatenate([[0.0], rng.permutation(weight / weight.sum())])
     position[0], variance[0] = 0, np.inf
 
-    lengths = rng.integers(length[0], length[1] + 1, n_users)
+    lengths = rng.integers(ends[0], ends[1] + 1, n_users)
     s = rng.normal(0, np.sqrt(spread), (n_users, state))
     seen = np.zeros((n_users, n_items), dtype=bool)
     chosen = np.zeros((n_users, lengths.max()), dtype=np.int64)

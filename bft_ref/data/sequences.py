@@ -1,11 +1,17 @@
 """One container for all formats, and the leave-one-out split."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bft_ref.checks import count, whole
+
+#: Seconds since 1970 reach this in the year 5138, milliseconds in 1973.
+MILLISECONDS = 1e11
 
 
 class Split(NamedTuple):
@@ -30,9 +36,12 @@ class Sequences:
 
     Shapes: ``items`` (N,) with ids 1…n_items in time order, ``offsets``
     (users + 1,): user u owns ``items[offsets[u]:offsets[u + 1]]``; ``times``
-    (N,) in seconds, or None. ``users`` and ``labels`` hold the names used by
-    the file; ``sha256`` is the checksum of the file read.
-    Raises: ValueError if offsets, ids or lengths contradict each other.
+    (N,) in seconds, never falling within a user, or None. ``users``
+    (users,) and ``labels`` (n_items + 1,), the first padding's, hold the
+    names used by the file; ``sha256`` is the checksum of the file read.
+    Lists will do for arrays. Raises: ValueError if offsets, ids, times or
+    lengths contradict each other or numbers are not whole; TypeError for
+    what is no number.
     """
 
     items: NDArray[np.int64]
@@ -46,32 +55,97 @@ class Sequences:
     notes: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        items, offsets = self.items, self.offsets
-        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0:
+        items = whole("items", self.items)
+        offsets = whole("offsets", self.offsets)
+        n_items = count("n_items", self.n_items)
+        if len(offsets) < 1 or offsets[0] != 0:
             raise ValueError("offsets: expected shape (users + 1,) from 0")
         if (np.diff(offsets) < 0).any() or offsets[-1] != len(items):
             raise ValueError(
                 f"offsets: expected an increasing walk to {len(items)}, got "
                 f"an end of {offsets[-1]}"
             )
-        if len(items) and not 1 <= items.min() <= items.max() <= self.n_items:
+        if len(items) and not 1 <= items.min() <= items.max() <= n_items:
             raise ValueError(
-                f"items: expected ids in 1…{self.n_items}, got "
+                f"items: expected ids in 1…{n_items}, got "
                 f"{items.min()}…{items.max()}"
             )
-        if self.times is not None and self.times.shape != items.shape:
+        for name, names, n in [
+            ("users", self.users, len(offsets) - 1),
+            ("labels", self.labels, n_items + 1),
+        ]:
+            if names is not None and len(names) != n:
+                raise ValueError(
+                    f"{name}: expected {n} names, got {len(names)}"
+                )
+        times = None if self.times is None else self._seconds(items, offsets)
+        for name, value in [
+            ("items", items),
+            ("offsets", offsets),
+            ("n_items", n_items),
+            ("times", times),
+        ]:
+            object.__setattr__(self, name, value)
+
+    def _seconds(self, items, offsets) -> NDArray[np.float64]:
+        """The checked times."""
+        times = np.asarray(self.times)
+        if times.shape != items.shape:
             raise ValueError(
-                f"times: expected shape {items.shape}, got {self.times.shape}"
+                f"times: expected shape {items.shape}, got {times.shape}"
             )
+        if len(times) and times.dtype.kind not in "iuf":
+            raise TypeError(
+                f"times: expected seconds as numbers, got {times.dtype}; of "
+                "dates, .astype('datetime64[s]').astype(float) makes them"
+            )
+        times = times.astype(np.float64, copy=False)
+        owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        falls = (np.diff(times) < 0) & (owner[1:] == owner[:-1])
+        for fault, wrong in [
+            ("expected finite numbers, got {now}", ~np.isfinite(times)),
+            (
+                "expected seconds, got {now:.0f}: divide milliseconds by 1000",
+                np.abs(times) >= MILLISECONDS,
+            ),
+            (
+                "expected them in order, got {now} after {before}; sort items "
+                "and times by np.lexsort((times, np.repeat(np.arange(users), "
+                "np.diff(offsets))))",
+                np.concatenate([np.zeros(len(times[:1]), bool), falls]),
+            ),
+        ]:
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                user = owner[at]
+                named = "" if self.users is None else f" ({self.users[user]})"
+                said = fault.format(now=times[at], before=times[at - 1])
+                raise ValueError(
+                    f"times: user {user}{named}, position "
+                    f"{at - offsets[user]}: {said}"
+                )
+        return times
 
     @classmethod
     def of(cls, sequences: Iterable[Iterable[int]], **given) -> "Sequences":
         """Pack an iterable of id sequences; ``n_items`` defaults to the max.
 
+        Raises: as the constructor; TypeError for a user whose items have no
+        order (a set) or are no list at all.
+
         >>> Sequences.of([[1, 2], [2]]).n_items
         2
         """
-        rows = [np.asarray(list(s), dtype=np.int64) for s in sequences]
+        rows = []
+        for user, own in enumerate(sequences):
+            unordered = isinstance(own, str | bytes | AbstractSet | Mapping)
+            if unordered or not isinstance(own, Iterable):
+                raise TypeError(
+                    f"sequences: expected a list of item ids for user {user}, "
+                    f"got {own!r:.60}"
+                )
+            ids = own if isinstance(own, np.ndarray) else list(own)
+            rows.append(whole(f"items of user {user}", ids))
         lengths = [len(row) for row in rows]
         items = np.concatenate([np.empty(0, np.int64), *rows])
         given.setdefault("n_items", int(items.max(initial=0)))
@@ -104,13 +178,20 @@ class Sequences:
         return len(self.items) / max(1, len(self) * self.n_items)
 
     def take(self, users: NDArray[np.int64]) -> "Sequences":
-        """The same sequences for some of the users only."""
+        """The same sequences for some of the users, given by position.
+
+        Raises: TypeError for a mask, IndexError for a user that is not there.
+        """
+        users = whole("users", users)
         return self._cut(users, np.zeros(len(users), dtype=np.int64))
 
     def without_last(self, n: int) -> "Sequences":
-        """Each sequence without its last ``n`` items (down to none)."""
+        """Each sequence without its last ``n`` items (down to none).
+
+        Raises: ValueError if n < 0, TypeError unless it is a whole number.
+        """
         every = np.arange(len(self))
-        return self._cut(every, np.minimum(self.lengths, n))
+        return self._cut(every, np.minimum(self.lengths, count("n", n)))
 
     def _cut(self, users, dropped) -> "Sequences":
         kept = self.lengths[users] - dropped

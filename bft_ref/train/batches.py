@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bft_ref.checks import count, whole
+from bft_ref.data.errors import DataError
 from bft_ref.data.sequences import Sequences
 
 
@@ -39,8 +41,9 @@ def windows(
     """(sequence, end) of each training window of at most length + 1 items.
 
     One a sequence, its end, or with ``every`` as many as it takes for each
-    item to be a target once.
+    item to be a target once. Raises: ValueError for a length below 1.
     """
+    lengths, length = whole("lengths", lengths), count("length", length, 1)
     if not every:
         asked = np.flatnonzero(lengths >= 2)
         return asked, lengths[asked]
@@ -57,11 +60,27 @@ def gather(
     """Up to ``length`` items before ``end``, padded on the right with 0.
 
     Returns items (B, T), times (B, T) or None, and the lengths (B,).
+    Raises: ValueError for an ``end`` that is not within its user's sequence,
+    a length below 1, or unequal numbers of users and ends; TypeError for a
+    mask of users; IndexError for a user that is not there.
     """
+    users, end = whole("users", users), whole("end", end)
+    length = count("length", length, 1)
+    if len(users) != len(end):
+        raise ValueError(
+            f"end: expected one a user, {len(users)}, got {len(end)}"
+        )
+    beyond = (end < 0) | (end > sequences.lengths[users])
+    if beyond.any():
+        at = int(np.argmax(beyond))
+        raise ValueError(
+            f"end: expected 0…{sequences.lengths[users[at]]} for user "
+            f"{users[at]}, got {end[at]}"
+        )
     n = np.minimum(end, length)
     width = int(n.max(initial=0))
     place = np.arange(width)
-    index = (sequences.offsets[users] + end - n)[:, None] + place
+    index = (sequences.offsets[:-1][users] + end - n)[:, None] + place
     inside = place < n[:, None]
     index = np.where(inside, index, 0)
     items = np.where(inside, sequences.items[index], 0)
@@ -91,7 +110,38 @@ def training_batches(
     (cloze): items are hidden with probability ``mask_rate``, at least one a
     sequence, or, in a share ``last_rate`` of the sequences, the last alone,
     which is what the test asks. Equation (14.3).
+    Raises: ValueError for a size or length below 1, a rate outside [0, 1], a
+    ``mask_id`` that is an item or padding; DataError for sequences without a
+    question; TypeError for a number that is not whole. All before the first
+    batch.
     """
+    length, size = count("length", length, 1), count("size", size, 1)
+    for name, rate in [("mask_rate", mask_rate), ("last_rate", last_rate)]:
+        if not 0 <= rate <= 1:
+            raise ValueError(f"{name}: expected in [0, 1], got {rate!r}")
+    if mask_id is not None:
+        mask_id = count("mask_id", mask_id, sequences.n_items + 1)
+    if sequences.lengths.max(initial=0) < 2:
+        raise DataError(
+            sequences.name or "sequences",
+            None,
+            "no user has two items to train on, one to be asked for",
+        )
+    return _batches(
+        sequences,
+        length,
+        size,
+        rng,
+        every_window,
+        mask_id,
+        mask_rate,
+        last_rate,
+    )
+
+
+def _batches(
+    sequences, length, size, rng, every_window, mask_id, mask_rate, last_rate
+):
     users, end = windows(sequences.lengths, length, every_window)
     order = rng.permutation(len(users))
     pool = 32 * size

@@ -16,7 +16,12 @@ LOSSES: tuple[Loss, ...] = get_args(Loss)
 def uniform_negatives(
     count: int, n_items: int, generator: torch.Generator
 ) -> Tensor:
-    """``count`` item ids drawn uniformly from 1…n_items, with replacement."""
+    """``count`` item ids drawn uniformly from 1…n_items, with replacement.
+
+    Raises: ValueError for a number below 1.
+    """
+    checks.count("count", count, 1)
+    checks.count("n_items", n_items, 1)
     return torch.randint(1, n_items + 1, (count,), generator=generator)
 
 
@@ -40,24 +45,31 @@ def next_item_loss(
     the others; ``gbce``, the same with log σ(s⁺) scaled down against
     overconfidence by ``calibration`` t in [0, 1] (gSASRec, Petrov & Macdonald
     2023; the rate m/(n_items − 1) counts as at most one).
-    A negative that is the question's own target does not count.
+    A negative that is the question's own target does not count: with a single
+    item there is nothing to choose, and ``sampled`` is 0 as ``full`` is.
     Equations (13.2) and (13.3) say how well ``sampled`` estimates ``full``.
 
     Shapes: ``query`` (N, d); ``target`` (N,); ``keys`` (≥ n_items + 1, d);
     ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,), shared by all
     questions, None for ``full``.
-    Raises: ValueError for another kind, missing negatives, no question, too
-    few keys, or ids that are not in 1…n_items.
+    Raises: ValueError for another kind, missing negatives, shapes that do
+    not fit, ids outside 1…n_items or a calibration outside [0, 1]; TypeError
+    for ids that are no integers.
     """
     checks.choice("loss", kind, LOSSES)
-    if len(keys) <= n_items:
-        raise ValueError(
-            f"keys: expected at least n_items + 1 = {n_items + 1} rows, got "
-            f"{len(keys)}"
-        )
-    if len(target) < 1:
-        raise ValueError("target: expected at least one question, got none")
-    _ids("target", target, n_items)
+    checks.count("n_items", n_items, 1)
+    checks.shape("query", query, ["N", "d"])
+    checks.shape("target", target, [len(query)])
+    checks.shape("keys", keys, ["n_items + 1", query.shape[1]])
+    if bias is not None:
+        checks.shape("bias", bias, ["n_items + 1"])
+    for name, table in [("keys", keys), ("bias", bias)]:
+        if table is not None and len(table) <= n_items:
+            raise ValueError(
+                f"{name}: expected n_items + 1 = {n_items + 1} rows or more, "
+                f"the first padding's, got {len(table)}"
+            )
+    _item_ids("target", target, n_items)
     if kind == "full":
         rows = slice(1, n_items + 1)
         bias = None if bias is None else bias[rows]
@@ -65,7 +77,10 @@ def next_item_loss(
         return F.cross_entropy(logits, target - 1)
     if negatives is None or len(negatives) == 0:
         raise ValueError(f"negatives: expected at least one for {kind!r}")
-    _ids("negatives", negatives, n_items)
+    checks.shape("negatives", negatives, ["m"])
+    _item_ids("negatives", negatives, n_items)
+    if not 0 <= calibration <= 1:
+        raise ValueError(f"calibration: expected [0, 1], got {calibration!r}")
     positive = (query * keys[target]).sum(-1)
     negative = F.linear(
         query, keys[negatives], None if bias is None else bias[negatives]
@@ -73,8 +88,7 @@ def next_item_loss(
     if bias is not None:
         positive = positive + bias[target]
     own = target[:, None] == negatives
-    m = len(negatives)
-    others = max(n_items - 1, 1)  # of one item there is no other
+    m, others = len(negatives), max(n_items - 1, 1)
     if kind == "sampled":
         if correct:
             negative = negative + math.log(others / m)
@@ -90,13 +104,14 @@ def next_item_loss(
     return -(right + wrong).mean() / (m + 1)
 
 
-def _ids(name: str, ids: Tensor, n_items: int) -> None:
-    if ids.dtype != torch.long:
-        raise TypeError(
-            f"{name}: expected item ids of dtype int64, got {ids.dtype}"
-        )
-    if checks.anywhere((ids < 1) | (ids > n_items)) == [True]:
-        raise ValueError(
-            f"{name}: expected item ids in 1…{n_items}, got "
-            f"{int(ids.min())}…{int(ids.max())}"
-        )
+def _item_ids(name: str, ids: Tensor, n_items: int) -> None:
+    if ids.dtype != torch.int64:
+        raise TypeError(f"{name}: expected item ids as int64, got {ids.dtype}")
+    if not len(ids):
+        raise ValueError(f"{name}: expected at least one, got none")
+    if checks.values_can_be_read():
+        low, high = torch.stack(ids.aminmax()).tolist()
+        if not 1 <= low <= high <= n_items:
+            raise ValueError(
+                f"{name}: expected ids in 1…{n_items}, got {low}…{high}"
+            )
