@@ -1,6 +1,7 @@
 """What a token believes: a Gaussian, its precision kept as a logarithm."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,41 @@ class Belief(NamedTuple):
         if self.log_precision.shape[-1] == 1:
             return wide(self.log_precision).squeeze(-1)
         return log_mean_exp(self.log_precision).squeeze(-1)
+
+    def to(self, *args, **kwargs) -> "Belief":
+        """The belief elsewhere, or in another dtype, as ``Tensor.to`` has it.
+
+        The precision stays in float32 or wider, whatever the mean becomes.
+        """
+        mean = self.mean.to(*args, **kwargs)
+        log = self.log_precision.to(mean.device)
+        if mean.dtype != self.mean.dtype:
+            log = log.to(torch.promote_types(mean.dtype, torch.float32))
+        return Belief(mean, log)
+
+    def detach(self) -> "Belief":
+        """The same belief, without its history of gradients."""
+        return Belief(self.mean.detach(), self.log_precision.detach())
+
+    @property
+    def at(self) -> "_Tokens":
+        """Beliefs of some tokens: ``belief.at[:, -1]`` is each row's last.
+
+        An index stops before the features, which mean and precision may have
+        in different number.
+        """
+        return _Tokens(self)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    belief: Belief
+
+    def __getitem__(self, index) -> Belief:
+        mean, log = self.belief
+        log = log.expand(*mean.shape[:-1], log.shape[-1])
+        whole = [*index] if isinstance(index, tuple) else [index]
+        return Belief(*(x[(*whole, slice(None))] for x in (mean, log)))
 
 
 def fuse(a: Belief, b: Belief) -> Belief:

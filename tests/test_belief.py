@@ -260,3 +260,47 @@ def test_bad_means_are_named():
         Belief.of(torch.tensor([1.0, math.nan]), precision=1.0)
     with pytest.raises(TypeError, match="mean: expected a floating dtype"):
         Belief.of(torch.tensor([1, 2]), precision=1.0)
+
+
+def test_a_belief_moves_and_is_detached():
+    mean = torch.randn(2, 3, 4).requires_grad_()
+    belief = Belief(mean, torch.randn(2, 3, 1, dtype=torch.float64))
+    half = belief.to(torch.bfloat16)
+    assert half.mean.dtype == torch.bfloat16
+    assert half.log_precision.dtype == torch.float32
+    double = belief.to("cpu", torch.float64)
+    assert {x.dtype for x in double} == {torch.float64}
+    same = belief.to("cpu")
+    assert same.log_precision.dtype == torch.float64
+    assert {x.device.type for x in belief.to("meta")} == {"meta"}
+    assert belief.mean.requires_grad and not belief.detach().mean.requires_grad
+    assert torch.equal(belief.detach().mean, mean)
+
+
+@pytest.mark.parametrize("features", [1, 4])
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), -1),
+        0,
+        (1, 2),
+        (..., slice(1, 3)),
+        [1, 0],
+        torch.tensor([[True, False, True], [False, True, False]]),
+    ],
+)
+def test_tokens_are_chosen_in_mean_and_precision_alike(index, features):
+    mean = torch.arange(24.0).view(2, 3, 4)
+    log = -torch.arange(6.0 * features).view(2, 3, features)
+    found = Belief(mean, log).at[index]
+    where = torch.arange(6).view(2, 3)[index].flatten()
+    assert torch.equal(found.mean.view(-1, 4), mean.view(6, 4)[where])
+    expected = log.view(6, features)[where]
+    assert torch.equal(found.log_precision.view(-1, features), expected)
+    assert found.mean.dim() == found.log_precision.dim()
+
+
+def test_features_are_not_chosen():
+    belief = Belief(torch.ones(2, 3, 4), torch.zeros(2, 3, 1))
+    with pytest.raises(IndexError):
+        belief.at[0, 0, 0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from bft_ref import Belief
 from tests.builders import (
@@ -129,3 +130,86 @@ def test_export(config):
     torch.testing.assert_close(found, model(*other, hidden))
     names = set(program.state_dict)
     assert "encoder.layers.0.log_process_noise" in names
+
+
+def compilations(run, lengths):
+    """How often ``run(length)`` was compiled, all lengths considered."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = run(counter)
+    for length in lengths:
+        run(length)
+    return counter.frame_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"granularity": "token", "norm_first": False},
+        {"dropout": 0.2},
+        {"variance_rule": "row"},
+        {"options": {"num_kv_heads": 1, "rotary_base": 10.0}},
+    ],
+    ids=label,
+)
+def test_nine_lengths_are_compiled_twice(config):
+    """As nn.TransformerEncoder: the second length leaves it open."""
+    model = make_encoder(1, dtype=torch.float32, **config)
+    model.train("dropout" in config)
+
+    def run(backend):
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+
+        def step(tokens):
+            belief = make_belief(tokens=tokens, dtype=torch.float32)
+            hidden = left_padding(2, tokens, [tokens, 3])
+            out = compiled(belief, None, hidden, True)
+            (out.mean.sum() + out.log_precision.sum()).backward()
+            if not model.training:
+                expected = model(belief, None, hidden, True)
+                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+        return step
+
+    assert compilations(run, range(5, 14)) <= 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"granularity": "token", "norm_first": False},
+        {"variance_rule": "row"},
+        {"activation": "swiglu"},
+        {"options": {"num_kv_heads": 1, "rotary_base": 10.0}},
+    ],
+    ids=label,
+)
+def test_an_export_with_an_open_length_is_right_at_any(config):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = make_encoder(1, dtype=torch.float32, **config)
+
+        def forward(self, mean, log_precision, hidden):
+            belief = Belief(mean, log_precision)
+            return tuple(self.encoder(belief, None, hidden, True))
+
+    model = Encoder().eval()
+
+    def inputs(batch, tokens):
+        belief = make_belief(batch, tokens, dtype=torch.float32)
+        return *belief, left_padding(
+            batch, tokens, [tokens] * (batch - 1) + [1]
+        )
+
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    program = torch.export.export(
+        model, inputs(2, 5), dynamic_shapes=(sizes, sizes, sizes)
+    ).module()
+    for batch, tokens in [(2, 5), (2, 2), (3, 11), (5, 40)]:
+        found = program(*inputs(batch, tokens))
+        expected = model(*inputs(batch, tokens))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
