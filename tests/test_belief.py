@@ -294,9 +294,9 @@ def test_tokens_are_chosen_in_mean_and_precision_alike(index, features):
     log = -torch.arange(6.0 * features).view(2, 3, features)
     found = Belief(mean, log).at[index]
     where = torch.arange(6).view(2, 3)[index].flatten()
-    assert torch.equal(found.mean.view(-1, 4), mean.view(6, 4)[where])
+    assert torch.equal(found.mean.reshape(-1, 4), mean.view(6, 4)[where])
     expected = log.view(6, features)[where]
-    assert torch.equal(found.log_precision.view(-1, features), expected)
+    assert torch.equal(found.log_precision.reshape(-1, features), expected)
     assert found.mean.dim() == found.log_precision.dim()
 
 
