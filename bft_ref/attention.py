@@ -32,6 +32,7 @@ from bft_ref.kriging import (
     settle,
 )
 
+SHORT = 128 * 128  # queries × keys: dropout and masks are quick at once
 IMPLEMENTATIONS = ("materialised", "blocked", "flex")
 
 
@@ -149,7 +150,8 @@ def _choose(
     Raises: ValueError if that is the one asked for.
     """
     if asked == "auto":
-        if weights:
+        short = query.shape[-2] * key.shape[-2] <= SHORT
+        if weights or (columns and short):
             return "materialised"
         on_gpu = query.device.type == "cuda" and not columns
         long = on_gpu and query.shape[-2] * key.shape[-2] > 1024 * 1024
@@ -227,7 +229,8 @@ def _by_columns(
     groups = query.shape[1] // key.shape[1]
     key = repeat_heads(key, groups)
     middle = wide(center if center is not None else _first_seen(value, masks))
-    u = repeat_heads(saturate(wide(value) - middle), groups)
+    (u,) = saturate(wide(value) - middle)
+    u = repeat_heads(u, groups)
 
     def squares_of(u):
         if weights is None:
@@ -307,7 +310,7 @@ def _blocked(
 ):
     """Columns and Σα̃² by blocks of rows; q' = [q, 1], k' = [k, √d_h log λ̄]."""
     scale = query.shape[-1] ** -0.5
-    query, key = (saturate(wide(x)) for x in (query, key))
+    query, key = saturate(wide(query), wide(key))
     q = torch.cat([query, torch.ones_like(query[..., :1])], -1)
     b = (bias / scale)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
     k = torch.cat([key, b], -1)

@@ -41,6 +41,18 @@ def anywhere(*conditions: Tensor) -> list[bool] | None:
         return None
 
 
+def surely_within(bound: float, *tensors: Tensor) -> bool:
+    """Whether all entries are known to be smaller than ``bound`` in size.
+
+    Looked at on a CPU in eager mode, where that is cheaper than to guard
+    against the contrary; elsewhere it is not known.
+    """
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    peaks = (x.detach().abs().amax() >= bound for x in tensors)
+    return anywhere(*peaks) == [False] * len(tensors)
+
+
 def floating(name: str, x: Tensor) -> Tensor:
     """Raise TypeError unless ``x`` is a tensor of real floating dtype."""
     if not isinstance(x, Tensor):

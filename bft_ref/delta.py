@@ -122,18 +122,21 @@ def normalise(
     """
     w = wide(x)
     fused = fused and not reverse_mode_only(w)
-    tame = 400 if w.dtype == torch.float64 else 40
-    peak = torch.linalg.vector_norm(w.detach(), torch.inf, -1, True)
-    shrink = torch.exp2(torch.floor(torch.log2(peak)) - tame).clamp(min=1.0)
-    w = w / shrink
+    shrink = None
+    largest = 2.0 ** (400 if w.dtype == torch.float64 else 40)
+    if not checks.surely_within(largest, w):
+        peak = w.detach().abs().amax(-1, keepdim=True) / largest
+        shrink = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=1.0)
+        w = w / shrink
     if centred and fused:
         z, scale, *_ = LayerNorm.apply(w, eps)
-        return Normalised(z, scale * shrink, gamma, beta, centred)
-    if centred:
-        w = w - w.mean(-1, keepdim=True)
-    scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
-    z = F.rms_norm(w, w.shape[-1:], eps=eps) if fused else w / scale
-    return Normalised(z, scale * shrink, gamma, beta, centred)
+    else:
+        if centred:
+            w = w - w.mean(-1, keepdim=True)
+        scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
+        z = F.rms_norm(w, w.shape[-1:], eps=eps) if fused else w / scale
+    scale = scale if shrink is None else scale * shrink
+    return Normalised(z, scale, gamma, beta, centred)
 
 
 class FeedForward(NamedTuple):

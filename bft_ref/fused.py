@@ -326,7 +326,7 @@ def _weighted_columns(
     squares, lse = (torch.zeros_like(out[..., 0]) for _ in range(2))
     v1 = _with_column(v[..., thinned:], 1.0)  # the row sums come along
     lowest = torch.finfo(q.dtype).min
-    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
         w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
@@ -376,7 +376,7 @@ def weighted_columns_grad(
     grad_out1 = torch.cat([grad_out[..., thinned:], -delta.unsqueeze(-1)], -1)
     v1 = _with_column(v[..., thinned:], 1.0)
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
-    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
         w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
@@ -442,7 +442,7 @@ def _plain_columns(
     q, k, v = q.to(kind), k.to(kind), v.to(kind)
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     squares = q.new_zeros(q.shape[:2])
-    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal)):
+    for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
         w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
@@ -463,14 +463,17 @@ def _with_column(x: Tensor, value: float) -> Tensor:
 
 
 def _blocks(
-    q: Tensor, k: Tensor, is_causal: bool
+    q: Tensor, k: Tensor, is_causal: bool, wanted: Tensor | None
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of heads, of queries, and of the keys those may see."""
+    """Slices of heads, of queries, and of the keys those may see.
+
+    Small ones where only some rows are ``wanted``: most can be left out.
+    """
     heads, queries = q.shape[:2]
     keys = k.shape[1]
     budget = BLOCK.get(q.device.type, BLOCK["cuda"])
     rows = min(max(budget // keys, 16), ROWS, queries)
-    group = max(budget // (rows * keys), HEADS)
+    group = max(budget // (rows * keys), HEADS) if wanted is None else HEADS
     for n in range(0, heads, group):
         for t in range(0, queries, rows):
             end = min(t + rows, queries)

@@ -193,14 +193,16 @@ def hidden_and_bias(mask: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, x.masked_fill(hidden, 0.0)
 
 
-def saturate(x: Tensor) -> Tensor:
-    """``x`` within ±2⁵⁸ (float64: ±2⁵⁰⁰), so that its square is a number.
+def saturate(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each within ±2⁵⁸ (float64: ±2⁵⁰⁰), so that its square is a number.
 
     Where a token is so large, others that do not see it must not be touched:
     a weight of zero times infinity is NaN.
     """
-    bound = 2.0 ** (500 if x.dtype == torch.float64 else 58)
-    return x.clamp(-bound, bound)
+    bound = 2.0 ** (500 if tensors[0].dtype == torch.float64 else 58)
+    if checks.surely_within(bound, *tensors):
+        return tensors
+    return tuple(x.clamp(-bound, bound) for x in tensors)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -295,36 +297,39 @@ def kriging_attention(
         middle = middle if attn_mask is None else torch.zeros_like(middle)
     else:
         middle = wide(center)
-    u = repeat_heads(saturate(value - middle), groups)
-    key = repeat_heads(saturate(key), groups)
-    scores = saturate(query) @ key.mT / query.shape[-1] ** 0.5
+    query, key, u = saturate(query, key, value - middle)
+    u, key = (repeat_heads(x, groups) for x in (u, key))
+    scores = query @ key.mT / query.shape[-1] ** 0.5
     weights = kriging_weights(
         scores, log_token_precision.unsqueeze(1), attn_mask, is_causal
     )
     n_eff = effective_sample_size(weights)
 
     def moments(weights, u):
-        """Σα̃v² − (Σα̃v)² and Σα̃v², contracted if asked for."""
-        second, around = weights @ u.square(), (weights @ u).square()
+        """Σα̃v, Σα̃v², and from them D, contracted if asked for."""
+        mean, second = weights @ u, weights @ u.square()
+        around = mean.square()
         if feature_weights is not None:
             w = feature_weights.to(u.dtype).unsqueeze(-2)
             second, around = ((x * w).sum(-1, True) for x in (second, around))
-        return second - around, second
+        return mean, second, second - around
 
     def in_float64(_):
         exact = weights.double()
         exact = exact / exact.sum(-1, True).clamp(min=torch.finfo().tiny)
-        return moments(exact, u.double())[0]
+        return moments(exact, u.double())[-1]
 
-    spread, second = moments(weights, u)
+    mean, second, spread = moments(weights, u)
     spread = settle(spread, second, n_eff, in_float64, center is None)
-    if neighbour_variance is None:
-        neighbours = (n_eff > 0).to(weights.dtype)
-    else:
+    sees = neighbours = (n_eff > 0).to(weights.dtype)
+    if neighbour_variance is not None:
         c = wide(neighbour_variance)[:, None, :, None]
         neighbours = (weights @ c).squeeze(-1)
-    thinned = torch.dropout(weights, dropout_p, dropout_p > 0)
-    mean = thinned @ u + thinned.sum(-1, True) * repeat_heads(middle, groups)
+    middle = repeat_heads(middle, groups)
+    if dropout_p > 0:
+        mean = torch.dropout(weights, dropout_p, True) @ (u + middle)
+    else:
+        mean = mean + sees.unsqueeze(-1) * middle
     return Kriging(mean, spread, n_eff, neighbours, weights)
 
 
@@ -338,17 +343,23 @@ def settle(
     """D ≥ 0 from the difference ``spread`` of two moments.
 
     In float32 little is left of it where the values are much closer to one
-    another than to the centre: there ``in_float64``, given the rows (...),
-    does it again. One effective value has no dispersion.
+    another than to the centre, all features taken together: there
+    ``in_float64``, given the rows (...), does it again. One effective value
+    has no dispersion.
 
     Shapes: ``spread`` and the ``second`` moment (..., d), ``n_eff`` (...).
     """
-    doubtful = (spread < 2.0**-12 * second) & (n_eff > 1.01).unsqueeze(-1)
-    doubtful = torch.ones_like(doubtful) if everywhere else doubtful
-    if spread.dtype == torch.float32 and checks.anywhere(doubtful) != [False]:
-        rows = doubtful.any(-1)
-        spread = torch.where(doubtful, in_float64(rows).float(), spread)
-    return spread.clamp(min=0.0).masked_fill((n_eff <= 1).unsqueeze(-1), 0.0)
+    if spread.dtype == torch.float32:
+        with torch.no_grad():
+            rows = spread.sum(-1) < 2.0**-12 * second.sum(-1)
+            rows = (
+                torch.ones_like(rows) if everywhere else rows & (n_eff > 1.01)
+            )
+        if checks.anywhere(rows) != [False]:
+            exact = in_float64(rows).float()
+            spread = torch.where(rows.unsqueeze(-1), exact, spread)
+    none = (spread <= 0) | (n_eff <= 1).unsqueeze(-1)
+    return spread.masked_fill(none, 0.0)
 
 
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
