@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bft_ref import Belief, attend
+from bft_ref import Belief, BFTLayer, attend, attention, fused
 from tests.builders import label, make_belief, make_encoder, make_layer
 
 CONFIGS = [
@@ -179,8 +179,6 @@ def test_blocks_take_every_mask(small_blocks, case, is_causal):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks, the last one ragged, even at the size of a test."""
-    from bft_ref import fused
-
     monkeypatch.setattr(fused, "ROWS", 7)
     monkeypatch.setattr(fused, "HEADS", 1)
     monkeypatch.setitem(fused.BLOCK, "cpu", 600)
@@ -235,15 +233,13 @@ def test_dropout_thins_the_mean_alone(implementation):
 
 def test_dropout_of_blocks_has_its_gradient(small_blocks):
     """The same weights are dropped in the backward pass."""
-    from bft_ref.fused import weighted_columns
-
     q, k, v, _ = heads(dtype=torch.float64)
     flat = [x.flatten(0, 1)[:3, :9].requires_grad_() for x in (q, k, v)]
 
     def columns(*x):
         torch.manual_seed(5)
         options = {"dropout_p": 0.4, "thinned": 2}
-        return weighted_columns(*x, True, 0.5, **options)[:2]
+        return fused.weighted_columns(*x, True, 0.5, **options)[:2]
 
     assert torch.autograd.gradcheck(columns, flat)
     assert torch.autograd.gradgradcheck(columns, flat)
@@ -299,3 +295,46 @@ def test_one_effective_value_has_no_dispersion():
             )
             assert (found.n_eff == 1).all()
             assert (found.dispersion == 0).all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_neither_masks_nor_dropout_form_the_matrix(monkeypatch, dropout):
+    """Training at T = 400: no tensor as large as the heads' weights."""
+    tokens = 400
+    layer = make_layer(dtype=torch.float32, dropout=dropout).train()
+    belief = make_belief(1, tokens, dtype=torch.float32)
+    visible = torch.rand(tokens, tokens) < 0.5
+    seen = []
+    monkeypatch.setitem(fused.BLOCK, "cpu", 2**15)
+    scores = fused._scores
+
+    def watched(*arguments):
+        found = scores(*arguments)
+        seen.append(found.numel())
+        return found
+
+    monkeypatch.setattr(fused, "_scores", watched)
+    monkeypatch.setattr(attention, "kriging_attention", None)
+    for mask in (None, ~visible):
+        out = layer(belief, mask, None, True)
+        (out.mean.sum() + out.log_precision.sum()).backward()
+    assert max(seen) < tokens * tokens / 2
+    assert sum(seen) > tokens * tokens
+
+
+def test_what_does_not_fit_is_named():
+    layer = make_layer(dtype=torch.float32)
+    belief = make_belief()
+    with pytest.raises(TypeError, match="belief.mean: expected torch.float32"):
+        layer(belief)
+    huggingface = torch.tensor([[1, 1, 1, 1, 0]] * 2)
+    single = make_belief(dtype=torch.float32)
+    with pytest.raises(TypeError, match="pass src_key_padding_mask == 0"):
+        layer(single, None, huggingface)
+    found = layer(single, None, huggingface == 0)
+    assert found.mean.isfinite().all()
+    with pytest.raises(TypeError, match="config: expected a BFTConfig"):
+        BFTLayer(8, 2, config={"granularity": "token"})
+    q, k, v, log = heads(keys=5)
+    with pytest.raises(TypeError, match="value: expected torch.float32"):
+        attend(q, k, v.double(), log)
