@@ -10,15 +10,18 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= agg
 
-.PHONY: help install book serve archive test notebooks set-repo mutants
-.PHONY: test-colab links clean
+.PHONY: help install check fix hooks test book serve archive notebooks
+.PHONY: set-repo mutants test-colab links dist clean
 
 help:
+	@echo "make check      run the quick checks: a minute"
+	@echo "make fix        repair what a machine can: format, lint, addresses"
+	@echo "make test       run every check"
 	@echo "make book       build the book into _build/html"
 	@echo "make serve      build it and serve it on port $(PORT)"
 	@echo "make archive    zip the built book, to be read from a folder"
-	@echo "make test       run every check"
 	@echo "make install    make .venv with all that notebooks and checks need"
+	@echo "make hooks      fix and check at each commit; diffs of notebooks"
 	@echo "make notebooks [ONLY=06]"
 	@echo "                execute the notebooks, or one, again and store them"
 	@echo "make set-repo [REPO=owner/name] [BRANCH=main] [REF=main]"
@@ -26,6 +29,8 @@ help:
 	@echo "make mutants    inject the classic slips; print who caught them"
 	@echo "make test-colab prove that an install changes nothing on Colab"
 	@echo "make links      check the external links (needs the network)"
+	@echo "make dist [TAG=v0.2.0]"
+	@echo "                build wheel and sdist and prove that they install"
 	@echo "make clean      remove everything built, the environment too"
 	@echo "PYTHON=python3.12 and PORT=8001 may be added; TORCH_INDEX= takes"
 	@echo "PyTorch with CUDA instead of the build for CPUs"
@@ -42,6 +47,17 @@ archive: book
 	@$(BIN)/python book/site/build.py --archive
 
 install: $(VENV)/test.stamp
+
+check: $(VENV)/test.stamp
+	@$(BIN)/python tests/run.py quick
+
+fix: $(VENV)/test.stamp
+	@$(BIN)/python tests/run.py fix
+
+hooks: $(VENV)/test.stamp
+	@$(BIN)/python -m pre_commit install -t pre-commit -t pre-push
+	@git config diff.jupyternotebook.textconv \
+	  "$(BIN)/python -m jupytext --quiet --to markdown --output -"
 
 test: $(VENV)/test.stamp
 	@$(BIN)/python tests/run.py
@@ -65,8 +81,12 @@ test-colab: $(VENV)/test.stamp
 links: $(VENV)/build.stamp
 	@$(BIN)/python book/site/build.py --builder linkcheck
 
+dist: $(VENV)/test.stamp
+	@$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX)" PIP_RETRIES=1) \
+	  $(BIN)/python -m tests.release $(TAG)
+
 clean:
-	rm -rf _build $(VENV)
+	rm -rf _build dist $(VENV)
 
 # One environment, two stamps: reading the book needs no torch.
 $(VENV)/build.stamp: requirements-build.txt

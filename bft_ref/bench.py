@@ -280,7 +280,9 @@ def plot(rows: list[Measurement], path: Path) -> None:
     """Training ratio and memory ratio against the number of tokens."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharex=True)
+    fig, axes = plt.subplots(
+        1, 2, figsize=(9, 3.5), sharex=True, layout="tight"
+    )
     for name in dict.fromkeys(r.layer for r in rows):
         mine = sorted(
             (int(r.case.split(",")[1]), r.training_ratio, r.memory_ratio)
@@ -293,7 +295,6 @@ def plot(rows: list[Measurement], path: Path) -> None:
     for ax, what in zip(axes, ["training time", "peak memory"], strict=True):
         ax.set(xscale="log", xlabel="tokens", ylabel=f"{what}, ratio")
     axes[0].legend()
-    fig.tight_layout()
     fig.savefig(path, dpi=150)
     plt.close(fig)
 

@@ -1,10 +1,25 @@
-"""What all tests share: a notebook's facts are checked to the last one."""
+"""What all tests share: which are core; a notebook's facts are complete."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from bft_ref.book.facts import missing
+
+HERE = Path(__file__).parent
+#: The readable layer, for ``make check``: half a minute of one core, imports
+#: included. What is marked slow is left out there too.
+CORE = {
+    *HERE.glob("equations/test_chapter_0[1-9].py"),
+    *(
+        HERE / f"test_{name}.py"
+        for name in [
+            *["belief", "kriging", "reml", "kalman", "delta", "initial"],
+            *["layer", "encoder", "rotary", "cache", "checks", "properties"],
+        ]
+    ),
+}
 
 
 class EveryFact(pytest.Item):
@@ -21,8 +36,20 @@ class EveryFact(pytest.Item):
         return self.path, None, f"{self.name}::facts"
 
 
+def pytest_ignore_collect(
+    collection_path: Path, config: pytest.Config
+) -> bool | None:
+    """Where only core is asked for, import nothing else."""
+    if config.option.markexpr == "core" and collection_path.suffix == ".py":
+        return collection_path not in CORE or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add an item behind the last cell of each notebook that nbval runs."""
+    """Mark core; add an item behind each notebook that nbval runs."""
+    for item in items:
+        if item.path in CORE and not item.get_closest_marker("slow"):
+            item.add_marker("core")
     if os.environ.get("BFT_FACTS") != "check":
         return
     last = {

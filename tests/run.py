@@ -1,11 +1,15 @@
-"""Run every check of the book, one after the other, and say which failed.
+"""Run the checks of the book, one after the other, and say which failed.
 
-``make test`` is this; on Windows, where make is missing, call it directly.
+Without a name all of them: ``make test`` is this. ``quick`` is ``make check``,
+``fix`` repairs what a machine can. On Windows, where make is missing, call it
+directly: ``python tests/run.py quick``.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -19,6 +23,9 @@ CHECKS = {
     "spelling": ["codespell_lib"],
     "types": ["mypy"],
     "addresses": ["book/site/repo.py", "--check"],
+    "workflows": ["zizmor", "--offline", "--quiet", ".github"],
+    # in one process: a second spends what it saves on importing torch
+    "core": ["pytest", "-q", "-m", "core", "tests"],
     "book": ["book/site/build.py"],
     # tests last: the line they end with is the one to read
     "tests": [
@@ -30,15 +37,34 @@ CHECKS = {
         *[str(path.relative_to(ROOT)) for path in NOTEBOOKS],
     ],
 }
+REPAIRS = {
+    "repair lint": ["ruff", "check", "--quiet", "--fix", *CODE],
+    "repair format": ["ruff", "format", "--quiet", *CODE],
+    "repair addresses": ["book/site/repo.py"],
+}
+GROUPS = {
+    "all": [name for name in CHECKS if name != "core"],  # "tests" has them
+    "quick": list(CHECKS)[: list(CHECKS).index("core") + 1],
+    "fix": list(REPAIRS),
+}
+
+
+def program(name: str) -> list[str]:
+    """How to call a script, a module, or a program that is neither."""
+    if name.endswith(".py"):
+        return [sys.executable, name]
+    found = shutil.which(name, path=sysconfig.get_path("scripts"))
+    if name == "zizmor" and found:
+        return [found]
+    return [sys.executable, "-m", name]
 
 
 def run(name: str) -> bool:
     """Run one check in the repository's root; whether it passed."""
-    command = CHECKS[name]
-    script = command[0].endswith(".py")
+    first, *arguments = (CHECKS | REPAIRS)[name]
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *([] if script else ["-m"]), *command],
+        [*program(first), *arguments],
         cwd=ROOT,
         env={
             # two processes with a thread for each core starve one another
@@ -55,10 +81,12 @@ def run(name: str) -> bool:
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or list(CHECKS)
-    unknown = [name for name in chosen if name not in CHECKS]
+    given = sys.argv[1:] or ["all"]
+    chosen = [one for name in given for one in GROUPS.get(name, [name])]
+    known = CHECKS | REPAIRS
+    unknown = [name for name in chosen if name not in known]
     if unknown:
-        print(f"no check is called {unknown}; there are {list(CHECKS)}")
+        print(f"no check is called {unknown}; there are {[*GROUPS, *CHECKS]}")
         return 2
     failed = [name for name in chosen if not run(name)]
     if failed:

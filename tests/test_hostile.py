@@ -293,7 +293,7 @@ def test_any_belief_mask_and_dtype_stays_sane(
 
 @pytest.mark.parametrize(
     "first,granularity",
-    itertools.product([True, False], GRANULARITIES),
+    list(itertools.product([True, False], GRANULARITIES)),
 )
 def test_nan_and_infinity_are_refused_before_anything_is_computed(
     first, granularity

@@ -190,6 +190,7 @@ def test_float32_agrees_with_float64(flow):
     close(single.gain.double(), double.gain, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level_variance", [0.0, 1e-8, 1e-3])
 def test_a_long_series_is_as_accurate_as_its_dtype(level_variance):
     """In float32 itself the recursion loses 20 ulp, in bfloat16 all."""
