@@ -124,7 +124,9 @@ def normalise(
     fused = fused and not reverse_mode_only(w)
     shrink = None
     largest = 2.0 ** (400 if w.dtype == torch.float64 else 40)
-    if not checks.surely_within(largest, w):
+    if checks.surely_within(largest, w):
+        w = w.view_as(w)  # gradients add up in the same order both ways
+    else:
         peak = w.detach().abs().amax(-1, keepdim=True) / largest
         shrink = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=1.0)
         w = w / shrink
