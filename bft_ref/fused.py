@@ -25,8 +25,6 @@ def reverse_mode_only(*tensors: Tensor) -> bool:
     That is one in forward mode, whose tangents a custom operator would drop
     without a word, or a transform of ``torch.func``.
     """
-    if torch.compiler.is_compiling():
-        return False
     return _inside_torch_func() or any(
         unpack_dual(x).tangent is not None for x in tensors
     )
@@ -97,7 +95,6 @@ def _row_blocks(rows: int, width: int, device: torch.device):
         yield slice(start, start + step)
 
 
-@custom_op("bft_ref::bent_feed_forward", mutates_args=())
 def bent_feed_forward(
     x: Tensor,
     w_in: Tensor,
@@ -114,6 +111,23 @@ def bent_feed_forward(
     (R, d), ``w_in`` (f, d), ``w_out`` (d, f), ``columns`` (f, c), ``shift``
     (f,) or None (the third result is then empty), ``keep`` (R, f) or None.
     """
+    inputs = (x, w_in, b_in, w_out, columns, shift, keep)
+    plain = reverse_mode_only(*(y for y in inputs if y is not None))
+    function = _plain_feed_forward if plain else _bent_feed_forward
+    return function(*inputs, activation)
+
+
+@custom_op("bft_ref::bent_feed_forward", mutates_args=())
+def _bent_feed_forward(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    columns: Tensor,
+    shift: Tensor | None,
+    keep: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = torch.addmm(b_in, x, w_in.mT)
     y = x.new_empty(len(x), len(w_out))
     first = x.new_empty(len(x), columns.shape[1])
@@ -179,7 +193,7 @@ def bent_feed_forward_grad(
     )
 
 
-@bent_feed_forward.register_fake
+@_bent_feed_forward.register_fake
 def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
     return (
         # x.shape[0], unlike len(x), leaves the number of tokens open
@@ -236,7 +250,7 @@ def _feed_forward_backward(ctx, *grads):
     return *grads[:5], None if shift is None else grads[5], None, None
 
 
-bent_feed_forward.register_autograd(
+_bent_feed_forward.register_autograd(
     _feed_forward_backward, setup_context=_save_feed_forward
 )
 
@@ -297,7 +311,14 @@ def weighted_columns(
 
     Shapes: ``q`` (N, T, d), ``k`` (N, S, d), ``v`` (N, S, c) → (N, T, c),
     (N, T), (N, T).
+    Raises: ValueError inside forward mode or ``torch.func``.
     """
+    if reverse_mode_only(q, k, v, *masks):
+        raise ValueError(
+            "weighted_columns: expected derivatives in reverse mode, got a "
+            "transform of torch.func or forward mode; use attend(..., "
+            "implementation='materialised')"
+        )
     seed = None
     if thinned and dropout_p > 0:
         seed = torch.randint(2**62, (), device="cpu")
