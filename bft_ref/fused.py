@@ -30,11 +30,27 @@ def reverse_mode_only(*tensors: Tensor) -> bool:
     )
 
 
+def _by_plain_form(grads: Iterable[Tensor | None]) -> bool:
+    """Whether a backward pass is itself differentiated, or many at once."""
+    if torch.compiler.is_compiling():
+        return False
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return (
+        torch.is_grad_enabled()
+        or _inside_torch_func()
+        or any(batched(g) for g in grads if g is not None)
+    )
+
+
 def _differentiated(inputs: Iterable, plain, grads) -> tuple:
     """Gradients that can be differentiated again: those of the plain form."""
-    inputs = list(inputs)
-    leaves = [x for x in inputs if x is not None and x.requires_grad]
-    outputs = plain(*inputs)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # of views: one input may have been computed from another, and what
+        # flows back through that is added where it was computed
+        inputs = [x if x is None else x.view_as(x) for x in inputs]
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
+        outputs = plain(*inputs)
     pairs = [
         (y, g)
         for y, g in zip(outputs, grads, strict=True)
@@ -45,7 +61,7 @@ def _differentiated(inputs: Iterable, plain, grads) -> tuple:
             [y for y, _ in pairs],
             leaves,
             [g for _, g in pairs],
-            create_graph=True,
+            create_graph=again,
             allow_unused=True,
         )
     )
@@ -232,7 +248,7 @@ def _save_feed_forward(ctx, inputs, output):
 def _feed_forward_backward(ctx, *grads):
     # unpacked once: checkpointing does so but once
     *inputs, a = ctx.saved_tensors
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if _by_plain_form(grads):
         found = _differentiated(
             inputs,
             lambda *x: _plain_feed_forward(*x, ctx.activation),
@@ -438,7 +454,7 @@ def _backward(ctx, grad_out, grad_squares, _):
     q, k, v, out, squares, lse, seed, rows, *masks = ctx.saved_tensors
     options = (ctx.is_causal, ctx.scale, masks, *ctx.rest, seed, rows)
     none = (None, None, [None] * len(masks), *[None] * 5)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if _by_plain_form((grad_out, grad_squares)):
         found = _differentiated(
             (q, k, v),
             lambda *x: _plain_columns(*x, *options),

@@ -240,7 +240,7 @@ class BFTLayer(nn.Module):
         """A BFT layer with sizes, options and weights of a plain layer.
 
         Raises: TypeError for anything but PyTorch's own layer made of its own
-        modules; ValueError for one whose dropouts differ.
+        modules; ValueError for one whose dropouts differ or are 1.
         """
         if type(layer) is not nn.TransformerEncoderLayer:
             raise TypeError(
@@ -254,6 +254,9 @@ class BFTLayer(nn.Module):
             ("linear2", nn.Linear),
             ("norm1", nn.LayerNorm),
             ("norm2", nn.LayerNorm),
+            ("dropout", nn.Dropout),
+            ("dropout1", nn.Dropout),
+            ("dropout2", nn.Dropout),
         ]:
             module: nn.Module = getattr(layer, name)
             if type(module) is not expected or is_watched(module):
@@ -261,6 +264,11 @@ class BFTLayer(nn.Module):
                     f"layer.{name}: expected {expected.__name__} without "
                     f"hooks, got {module}; add adapters and hooks afterwards"
                 )
+        if attn.bias_k is not None or attn.add_zero_attn:
+            raise TypeError(
+                "layer.self_attn: expected keys of tokens only, got "
+                "add_bias_kv or add_zero_attn"
+            )
         rates = [layer.dropout.p, layer.dropout1.p, layer.dropout2.p]
         rates.append(attn.dropout)
         if len(set(rates)) > 1:
