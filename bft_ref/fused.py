@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.library import custom_op
 
 
 def _inside_torch_func() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
 def reverse_mode_only(*tensors: Tensor) -> bool:
@@ -25,8 +25,12 @@ def reverse_mode_only(*tensors: Tensor) -> bool:
     That is one in forward mode, whose tangents a custom operator would drop
     without a word, or a transform of ``torch.func``.
     """
-    return _inside_torch_func() or any(
-        unpack_dual(x).tangent is not None for x in tensors
+    if _inside_torch_func():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
 
 

@@ -466,3 +466,18 @@ def test_second_derivatives_of_a_compiled_layer_are_refused():
     )
     with pytest.raises(RuntimeError, match="double backward"):
         first.sum().backward()
+
+
+def test_a_compiled_layer_keeps_its_kernels():
+    """Without a transform: the plain forms hold far more in memory."""
+    called = set()
+
+    def look(graph, example):
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    function, inputs = CASES["layer"]
+    torch._dynamo.reset()
+    torch.compile(function, backend=look, fullgraph=True)(*inputs)
+    kernels = {name.split(".")[1] for name in called if "bft_ref" in name}
+    assert kernels == {"weighted_columns", "bent_feed_forward"}
