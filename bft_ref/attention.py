@@ -73,6 +73,7 @@ def attend(
     )
     checks.choice("implementation", implementation, ("auto", *IMPLEMENTATIONS))
     masks, bias = _masks(key_padding_mask, attn_mask, query, key)
+    optional = (neighbour_variance, feature_weights, center, bias)
     way = _choose(
         implementation,
         query,
@@ -87,7 +88,10 @@ def attend(
                 ),
                 (
                     "forward mode or torch.func",
-                    reverse_mode_only(query, key, value, log_token_precision),
+                    reverse_mode_only(
+                        *(query, key, value, log_token_precision, *masks),
+                        *(x for x in optional if x is not None),
+                    ),
                 ),
             ]
             if needed

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+_State = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
 
 class KeyValueCache:
     """What later tokens need of earlier ones, for one layer.
@@ -16,7 +18,7 @@ class KeyValueCache:
     """
 
     def __init__(self) -> None:
-        self._state: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._state: _State | None = None
 
     @property
     def length(self) -> int:
@@ -29,11 +31,25 @@ class KeyValueCache:
         value: Tensor,
         log_token_precision: Tensor,
         neighbour_variance: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> _State:
         """Store the newest tokens; return all of them.
 
         Raises: ValueError if batch or heads differ from what is stored.
         """
+        joined = self.joined(
+            key, value, log_token_precision, neighbour_variance
+        )
+        self.keep(joined)
+        return joined
+
+    def joined(
+        self,
+        key: Tensor,
+        value: Tensor,
+        log_token_precision: Tensor,
+        neighbour_variance: Tensor | None,
+    ) -> _State:
+        """What is stored and the newest tokens, which are not stored yet."""
         new = (key, value, log_token_precision, neighbour_variance)
         if self._state is not None:
             old_shape, shape = self._state[0].shape, key.shape
@@ -52,8 +68,11 @@ class KeyValueCache:
                 if c is None or neighbour_variance is None
                 else torch.cat([c, neighbour_variance], -1),
             )
-        self._state = new
         return new
+
+    def keep(self, joined: _State) -> None:
+        """Store what :meth:`joined` gave."""
+        self._state = joined
 
 
 @contextmanager

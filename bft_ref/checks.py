@@ -49,8 +49,9 @@ def surely_within(bound: float, *tensors: Tensor) -> bool:
     """
     if any(x.device.type != "cpu" for x in tensors):
         return False
-    peaks = (x.detach().abs().amax() >= bound for x in tensors)
-    return anywhere(*peaks) == [False] * len(tensors)
+    peaks = [x.detach().abs().amax() for x in tensors if x.numel()]
+    found = anywhere(*(peak >= bound for peak in peaks)) if peaks else []
+    return found == [False] * len(peaks)
 
 
 def floating(name: str, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ p, a, W₁ and W₂; no d×d matrix per token is formed.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,59 @@ def value_and_slope(
 
     Closed forms for the common ones, forward-mode differentiation otherwise.
     """
-    name = _name(activation)
-    if name == "gelu":
-        cdf = torch.special.ndtr(a)
-        density = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
-        return a * cdf, cdf + a * density
-    if name is not None:
+    # of copies: an activation may work in place, and a is needed afterwards
+    ones = torch.ones_like(a)
+    if not _watched(activation):
+        if (name := _name(activation)) is not None:
+            return _closed(name, a)
+        return jvp(lambda x: activation(x.clone()), a, ones)
+    made = activation(a.clone())
+    bare = cast(nn.Module, activation).forward
+    value, slope = jvp(lambda x: bare(x.clone()), a, ones)
+    tolerance = max(1e-4, 2 * torch.finfo(a.dtype).eps)
+    apart = (made - value).abs() > tolerance * (1 + value.abs())
+    if checks.anywhere(apart) == [False]:  # its hooks only look
+        return made, slope
+    return jvp(lambda x: activation(x.clone()), a, ones)
+
+
+def _closed(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
+    if name != "gelu":
         return bend(name, a)
-    # of a copy: an activation may work in place, and a is needed afterwards
-    return _jvp(lambda x: activation(x.clone()), a, torch.ones_like(a))
+    cdf = torch.special.ndtr(a)
+    density = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
+    return a * cdf, cdf + a * density
 
 
-def _jvp(
+def _watched(activation: Activation) -> bool:
+    return isinstance(activation, nn.Module) and is_watched(activation)
+
+
+def jvp(
     function: Activation, x: Tensor, tangent: Tensor
 ) -> tuple[Tensor, Tensor]:
-    y, derivative, *_ = torch.func.jvp(function, (x,), (tangent,))
+    """f(x) and its derivative along the tangent, all shaped as x.
+
+    Raises: RuntimeError where the derivative would silently be zero.
+    """
+    try:
+        y, derivative, *_ = torch.func.jvp(
+            function, (x,), (tangent,), strict=True
+        )
+    except RuntimeError as error:
+        if "strict=True" in str(error):
+            raise RuntimeError(
+                "activation, ffn, linear1, linear2: expected a derivative in "
+                "forward mode, got none; a custom or quantised operator drops "
+                "it without a word"
+            ) from error
+        if "Nested forward mode" in str(error):
+            raise RuntimeError(
+                "forward_ad.dual_level: the Jacobian of this activation or "
+                "network is itself taken in forward mode, which does not nest "
+                "there; use torch.func.jvp"
+            ) from error
+        raise
     return y, derivative
 
 
@@ -70,9 +108,7 @@ def _name(activation: Activation) -> str | None:
     }
     if not isinstance(activation, nn.Module):
         return named.get(activation)
-    if is_watched(activation) or (
-        isinstance(activation, nn.GELU) and activation.approximate != "none"
-    ):
+    if isinstance(activation, nn.GELU) and activation.approximate != "none":
         return None
     modules: dict[type[nn.Module], str] = {
         nn.GELU: "gelu",
@@ -124,7 +160,9 @@ def normalise(
     fused = fused and not reverse_mode_only(w)
     shrink = None
     largest = 2.0 ** (400 if w.dtype == torch.float64 else 40)
-    if not checks.surely_within(largest, w):
+    if checks.surely_within(largest, w):
+        w = w.view_as(w)  # gradients add up in the same order both ways
+    else:
         peak = w.detach().abs().amax(-1, keepdim=True) / largest
         shrink = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=1.0)
         w = w / shrink
@@ -292,12 +330,11 @@ def feed_forward_jacobian(
     that keeps nothing but W₁x + b₁.
     """
     exact = exact and norm is not None
-    name = None if gated else _name(activation)
+    name = None if gated or _watched(activation) else _name(activation)
     plain = (
         x.device.type != "cpu"
         or x.dtype != w_in.dtype
         or torch.is_autocast_enabled(x.device.type)
-        or reverse_mode_only(x, w_in, w_out)
     )
     if name is None or plain:
         ffn = feed_forward(
@@ -354,24 +391,39 @@ def jacobian_product(
 def hutchinson_growth(
     function: Activation, x: Tensor, probes: Tensor, token: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """f(x), and an estimate of (1 + J)², J = diag ∂f/∂x.
+    """f(x), and :func:`probed_growth` of it by forward-mode derivatives.
+
+    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → f(x) (..., d) and
+    the estimate (..., d), (..., 1) for a token.
+    """
+    made = []
+
+    def product(probe: Tensor) -> Tensor:
+        y, along = jvp(function, x, probe)
+        made.append(y)
+        return wide(along)
+
+    growth = probed_growth(product, probes[0], probes[1], token)
+    return made[0], growth
+
+
+def probed_growth(
+    product: Activation, r1: Tensor, r2: Tensor, token: bool = False
+) -> Tensor:
+    """An estimate of (1 + J)², J = diag ∂f/∂x.
 
     r∘Jr is unbiased for J when r has random signs. Two independent probes
     are multiplied: one, squared, would estimate Σ_k(δ_ik + J_ik)² instead.
     The product is unbiased; where it is negative, it is taken as 0, which
     biases it upwards. ``token`` estimates (1 + tr J/d)² instead.
 
-    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → f(x) (..., d) and
-    the estimate (..., d), (..., 1) for a token.
-    Equation (7.9); ours.
+    Shapes: ``product`` maps r to Jr; ``r1`` and ``r2`` (..., d) of ±1 →
+    (..., d), (..., 1) for a token. Equation (7.9); ours.
     """
-    (r1, r2) = probes
-    y, first = _jvp(function, x, r1)
-    _, second = _jvp(function, x, r2)
-    j1, j2 = r1 * wide(first), r2 * wide(second)
+    j1, j2 = r1 * product(r1), r2 * product(r2)
     if token:
         j1, j2 = j1.mean(-1, keepdim=True), j2.mean(-1, keepdim=True)
-    return y, ((1 + j1) * (1 + j2)).clamp(min=0.0)
+    return ((1 + j1) * (1 + j2)).clamp(min=0.0)
 
 
 def row_variance(

@@ -81,21 +81,25 @@ class BFTEncoder(nn.Module):
         of another class than PyTorch's own; ValueError for a layer whose
         dropouts differ.
         """
-        if not isinstance(encoder, nn.TransformerEncoder):
+        if (
+            not isinstance(encoder, nn.TransformerEncoder)
+            or type(encoder).forward is not nn.TransformerEncoder.forward
+        ):
             raise TypeError(
                 "encoder: expected nn.TransformerEncoder, got "
                 f"{type(encoder).__name__}"
             )
-        layers = [
-            BFTLayer.from_torch(layer, config) for layer in encoder.layers
-        ]
+        ours = {  # one for each, though it may stand there several times
+            layer: BFTLayer.from_torch(layer, config)
+            for layer in encoder.layers
+        }
         result = cls(
-            layers[0],
-            len(layers),
+            ours[encoder.layers[0]],
+            len(encoder.layers),
             copy.deepcopy(encoder.norm),
             initial_precision=initial_precision,
         )
-        result.layers = nn.ModuleList(layers)
+        result.layers = nn.ModuleList(ours[layer] for layer in encoder.layers)
         return result.train(encoder.training)
 
     def forward(

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.library import custom_op
 
 
 def _inside_torch_func() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
 def reverse_mode_only(*tensors: Tensor) -> bool:
@@ -25,18 +25,36 @@ def reverse_mode_only(*tensors: Tensor) -> bool:
     That is one in forward mode, whose tangents a custom operator would drop
     without a word, or a transform of ``torch.func``.
     """
+    if _inside_torch_func():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+
+
+def _by_plain_form(grads: Iterable[Tensor | None]) -> bool:
+    """Whether a backward pass is itself differentiated, or many at once."""
     if torch.compiler.is_compiling():
         return False
-    return _inside_torch_func() or any(
-        unpack_dual(x).tangent is not None for x in tensors
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return (
+        torch.is_grad_enabled()
+        or _inside_torch_func()
+        or any(batched(g) for g in grads if g is not None)
     )
 
 
 def _differentiated(inputs: Iterable, plain, grads) -> tuple:
     """Gradients that can be differentiated again: those of the plain form."""
-    inputs = list(inputs)
-    leaves = [x for x in inputs if x is not None and x.requires_grad]
-    outputs = plain(*inputs)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # of views: one input may have been computed from another, and what
+        # flows back through that is added where it was computed
+        inputs = [x if x is None else x.view_as(x) for x in inputs]
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
+        outputs = plain(*inputs)
     pairs = [
         (y, g)
         for y, g in zip(outputs, grads, strict=True)
@@ -47,7 +65,7 @@ def _differentiated(inputs: Iterable, plain, grads) -> tuple:
             [y for y, _ in pairs],
             leaves,
             [g for _, g in pairs],
-            create_graph=True,
+            create_graph=again,
             allow_unused=True,
         )
     )
@@ -97,7 +115,6 @@ def _row_blocks(rows: int, width: int, device: torch.device):
         yield slice(start, start + step)
 
 
-@custom_op("bft_ref::bent_feed_forward", mutates_args=())
 def bent_feed_forward(
     x: Tensor,
     w_in: Tensor,
@@ -114,6 +131,23 @@ def bent_feed_forward(
     (R, d), ``w_in`` (f, d), ``w_out`` (d, f), ``columns`` (f, c), ``shift``
     (f,) or None (the third result is then empty), ``keep`` (R, f) or None.
     """
+    inputs = (x, w_in, b_in, w_out, columns, shift, keep)
+    plain = reverse_mode_only(*(y for y in inputs if y is not None))
+    function = _plain_feed_forward if plain else _bent_feed_forward
+    return function(*inputs, activation)
+
+
+@custom_op("bft_ref::bent_feed_forward", mutates_args=())
+def _bent_feed_forward(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    columns: Tensor,
+    shift: Tensor | None,
+    keep: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = torch.addmm(b_in, x, w_in.mT)
     y = x.new_empty(len(x), len(w_out))
     first = x.new_empty(len(x), columns.shape[1])
@@ -179,7 +213,7 @@ def bent_feed_forward_grad(
     )
 
 
-@bent_feed_forward.register_fake
+@_bent_feed_forward.register_fake
 def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
     return (
         # x.shape[0], unlike len(x), leaves the number of tokens open
@@ -218,7 +252,7 @@ def _save_feed_forward(ctx, inputs, output):
 def _feed_forward_backward(ctx, *grads):
     # unpacked once: checkpointing does so but once
     *inputs, a = ctx.saved_tensors
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if _by_plain_form(grads):
         found = _differentiated(
             inputs,
             lambda *x: _plain_feed_forward(*x, ctx.activation),
@@ -236,7 +270,7 @@ def _feed_forward_backward(ctx, *grads):
     return *grads[:5], None if shift is None else grads[5], None, None
 
 
-bent_feed_forward.register_autograd(
+_bent_feed_forward.register_autograd(
     _feed_forward_backward, setup_context=_save_feed_forward
 )
 
@@ -297,7 +331,14 @@ def weighted_columns(
 
     Shapes: ``q`` (N, T, d), ``k`` (N, S, d), ``v`` (N, S, c) → (N, T, c),
     (N, T), (N, T).
+    Raises: ValueError inside forward mode or ``torch.func``.
     """
+    if reverse_mode_only(q, k, v, *masks):
+        raise ValueError(
+            "weighted_columns: expected derivatives in reverse mode, got a "
+            "transform of torch.func or forward mode; use attend(..., "
+            "implementation='materialised')"
+        )
     seed = None
     if thinned and dropout_p > 0:
         seed = torch.randint(2**62, (), device="cpu")
@@ -417,7 +458,7 @@ def _backward(ctx, grad_out, grad_squares, _):
     q, k, v, out, squares, lse, seed, rows, *masks = ctx.saved_tensors
     options = (ctx.is_causal, ctx.scale, masks, *ctx.rest, seed, rows)
     none = (None, None, [None] * len(masks), *[None] * 5)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if _by_plain_form((grad_out, grad_squares)):
         found = _differentiated(
             (q, k, v),
             lambda *x: _plain_columns(*x, *options),

@@ -4,11 +4,17 @@ The layer calls the modules that it has. Where a variance needs the matrix of
 one, it is looked for here, and held against what the module really did.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from bft_ref import checks
+from bft_ref.belief import wide
 
 HOOKS = (
     "_forward_hooks",
@@ -28,62 +34,130 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether Wx + b with the module's own W and b is all it does."""
-    return type(module) is nn.Linear and not is_watched(module)
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether Wx + b with the module's own W and b is all it does.
 
-
-def effective_weight(module: nn.Module, x: Tensor, y: Tensor) -> Tensor | None:
-    """W with y = Wx + b, where the module made y of x; None if unknown.
-
-    That of a linear layer, pruned or parametrised, as it was when called; of
-    one of peft's adapters, with what it adds; of any other module, taken as
-    affine, by the unit vectors. None if y is something else: a hook may have
-    changed it.
-
-    Shapes: ``x`` (..., m), ``y`` (..., k) → (k, m).
+    W may be parametrised: it is what reading ``module.weight`` gives.
     """
-    w: Tensor
-    b: Tensor | None
-    exact = type(module).forward is nn.Linear.forward
-    if isinstance(module, nn.Linear) and exact:
-        w, b = module.weight, module.bias
-    elif hasattr(module, "get_delta_weight"):
-        w, b = _adapted(module, x)
-    else:
-        w, b = _by_unit_vectors(module, x)
-    if not checks.values_can_be_read():
-        return None if is_watched(module) else w
-    if module.training and not exact:
-        return w  # an adapter's dropout changes y, not what it stands for
-    with torch.no_grad():
-        bias = None if b is None else b.to(w.dtype)
-        error = torch.linalg.vector_norm(
-            y.to(w.dtype) - F.linear(x.to(w.dtype), w, bias)
-        )
-        rough = not exact or y.dtype in (torch.bfloat16, torch.float16)
-        same = error <= (0.05 if rough else 1e-4) * y.norm().to(w.dtype)
-    return w if bool(same) else None
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not is_watched(module)
+    )
 
 
-def _adapted(module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Base weight plus the active adapters', unless they are merged in."""
-    base = module.base_layer
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    if getattr(base, "weight", None) is None or any(
-        getattr(module, "use_dora", {}).get(name) for name in names
+def apply(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the module makes of x, and W where that is Wx + b, else None.
+
+    W is the module's own, with what an adapter of peft adds; that of another
+    module is found by calling it once more, on the unit vectors and in
+    evaluation mode. It is held against what was made, unless dropout inside
+    the module or a compiler keeps it from being compared: then hooks, which
+    may change anything, leave it unknown.
+
+    Shapes: ``x`` (..., m) → (..., k) and (k, m).
+    """
+    if is_linear(module):
+        w = module.weight
+        return F.linear(x, w, module.bias), w
+    y = module(x)
+    watched = any(is_watched(part) for part in module.modules())
+    thinned = _thins(module)
+    if watched and (thinned or not checks.values_can_be_read()):
+        return y, None
+    for find, tolerance in [
+        (_own, 1e-4),
+        (_adapted, 1e-4),
+        (_by_unit_vectors, 0.02),  # as rough as eight bits are
+    ]:
+        found = find(module, x)
+        if found is None:
+            continue
+        sure = thinned or not (watched or find is _by_unit_vectors)
+        same = None if sure else _agree(*found, x, y, tolerance)
+        if same or (same is None and not watched):
+            return y, found[0]
+    return y, None
+
+
+def squared_map(module: nn.Module, variance: Tensor, signs: Tensor) -> Tensor:
+    """Σ_k W[i,k]² v_k of an affine module, unbiased over random signs.
+
+    Shapes: ``variance`` and ``signs``, of ±1, (..., m) → (..., k).
+    """
+    tiny = torch.finfo(variance.dtype).tiny
+    x = signs * variance.clamp(min=tiny).sqrt().to(signs.dtype)
+    with _evaluated(module):
+        return wide(module(x) - module(torch.zeros_like(x))).square()
+
+
+def _own(module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    if (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and module.weight.device == x.device  # else it was offloaded
     ):
-        return _by_unit_vectors(module, x)
-    w = base.weight
+        return module.weight, module.bias
+    return None
+
+
+def _adapted(module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """The base's plus the active adapters' of peft's LoRA, unless merged."""
+    base = getattr(module, "base_layer", None)
+    if not (isinstance(base, nn.Linear) and hasattr(module, "lora_variant")):
+        return None
+    own = _own(base, x)
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if own is None or any(
+        name in module.lora_variant or module.lora_bias.get(name)
+        for name in names
+    ):
+        return None
+    w, b = own
     if not module.merged and not module.disable_adapters:
         for name in names:
             w = w + module.get_delta_weight(name).to(w.dtype)
-    return w, base.bias
+    return w, b
 
 
 def _by_unit_vectors(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of an affine module from what it makes of 0 and I."""
     features = x.shape[-1]
     points = torch.eye(features + 1, features, dtype=x.dtype, device=x.device)
-    made = module(points.roll(1, 0)[None])[0]  # (1, features + 1, features)
+    with _evaluated(module):
+        made = module(points.roll(1, 0)[None])[0]  # of 0 first, then of I
     return (made[1:] - made[0]).mT, made[0]
+
+
+def _agree(
+    w: Tensor, b: Tensor | None, x: Tensor, y: Tensor, tolerance: float
+) -> bool | None:
+    """Whether y = Wx + b; None where that cannot be read."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        made = F.linear(wide(x), wide(w), None if b is None else wide(b))
+        if y.dtype in (torch.bfloat16, torch.float16):
+            tolerance = max(tolerance, 0.05)
+        error = torch.linalg.vector_norm(wide(y) - made)
+        size = torch.linalg.vector_norm(made)
+        answer = checks.anywhere(error <= tolerance * size)
+    return None if answer is None else answer[0]
+
+
+def _thins(module: nn.Module) -> bool:
+    """Whether dropout in the module keeps it from doing the same twice."""
+    return any(
+        isinstance(part, _DropoutNd) and part.training and part.p > 0
+        for part in module.modules()
+    )
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode: no dropout, no statistics."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -417,10 +417,13 @@ def test_the_centre_is_a_key_that_may_be_seen():
     torch.testing.assert_close(center[1], case.value[1, :, 0:1])
 
 
-def test_auto_chooses_the_reference_where_weights_are_needed():
+def test_auto_chooses_the_reference_where_weights_are_needed(monkeypatch):
     case, choose = Case(queries=8), attention._choose
     tensors = (case.query, case.key)
     assert choose("auto", *tensors, ["keep_weights"], []) == "materialised"
+    assert choose("auto", *tensors, [], ["attn_mask"]) == "materialised"
+    assert choose("auto", *tensors, [], []) == "blocked"
+    monkeypatch.setattr(attention, "SHORT", 7)
     assert choose("auto", *tensors, [], ["attn_mask"]) == "blocked"
 
 

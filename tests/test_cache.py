@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from bft_ref import Belief, KeyValueCache
 from tests.builders import (
@@ -106,3 +107,109 @@ def test_the_cache_holds_the_precision():
     assert (answers[0].mean - answers[1].mean).abs().max() > 1e-3
     change = answers[0].log_precision - answers[1].log_precision
     assert change.abs().max() > 1e-3
+
+
+class Broken(nn.Module):
+    """Fails at will, and is nothing otherwise."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.armed = error, False
+
+    def forward(self, x):
+        if self.armed:
+            raise self.error
+        return 0.5 * x
+
+
+def watched(name):
+    """A place in an encoder's last layer where a hook can raise."""
+
+    def place(model, broken):
+        def hook(module, given):
+            broken(given[0])
+
+        model.layers[-1].get_submodule(name).register_forward_pre_hook(hook)
+
+    return place
+
+
+def final_norm(model, broken):
+    model.norm = broken
+
+
+def own_network(model, broken):
+    model.layers[-1].ffn = broken
+
+
+def contents(caches):
+    return [
+        [None if x is None else x.clone() for x in c._state] for c in caches
+    ]
+
+
+@pytest.mark.parametrize("way", ["blocked", "materialised"])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "place",
+    [
+        final_norm,
+        own_network,
+        watched("norm1"),
+        watched("self_attn.out_proj"),
+        watched("linear2"),
+        watched("norm2"),
+    ],
+)
+def test_a_call_that_fails_anywhere_leaves_every_cache_alone(
+    place, error, way
+):
+    """And the next call goes on as if it had not been made."""
+    model, broken = make_encoder(2, implementation=way), Broken(error)
+    place(model, broken)
+    belief = make_belief(2, 6)
+    first, second = (Belief(*(x[:, t] for x in belief)) for t in HALVES)
+    caches = model.make_caches()
+    model(first, is_causal=True, caches=caches)
+    before = contents(caches)
+    broken.armed = True
+    with pytest.raises(type(error)):
+        model(second, is_causal=True, caches=caches)
+    torch.testing.assert_close(contents(caches), before, rtol=0, atol=0)
+    broken.armed = False
+    found = model(second, is_causal=True, caches=caches)
+    full = model(belief, is_causal=True)
+    torch.testing.assert_close(found.mean, full.mean[:, 4:])
+
+
+HALVES = [slice(4), slice(4, 6)]
+
+
+@pytest.mark.parametrize("way", ["blocked", "materialised"])
+def test_refused_arguments_leave_every_cache_alone(way):
+    model = make_encoder(2, implementation=way)
+    caches = model.make_caches()
+    model(make_belief(), is_causal=True, caches=caches)
+    before = contents(caches)
+    nan = make_belief()._replace(mean=make_belief().mean * torch.nan)
+    for arguments in [
+        (nan,),
+        (make_belief(3),),
+        (make_belief(), torch.zeros(3, 3)),
+        (make_belief(), None, torch.zeros(2, 5).bool()),
+    ]:
+        with pytest.raises(ValueError):
+            model(*arguments, caches=caches)
+        torch.testing.assert_close(contents(caches), before, rtol=0, atol=0)
+
+
+def test_a_failing_observation_alone_leaves_the_cache_alone():
+    layer, cache = make_layer(), KeyValueCache()
+    belief = layer._checked(make_belief())
+    layer.observe(belief, cache=cache)
+    broken = Broken(ValueError("no"))
+    broken.armed = True
+    layer.self_attn.out_proj = broken
+    with pytest.raises(ValueError, match="^no$"):
+        layer.observe(belief, cache=cache)
+    assert cache.length == 5

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from bft_ref import Belief, BFTConfig, BFTEncoder
@@ -262,3 +263,62 @@ def test_from_torch_refuses_a_single_layer():
 def test_neither_tensor_nor_belief():
     with pytest.raises(TypeError, match="^belief: .*list"):
         make_encoder()([1.0])
+
+
+def test_from_torch_keeps_what_each_layer_has_of_its_own():
+    plain = plain_encoder(True)
+    _, two, three = plain.layers
+    two.activation, two.norm1.eps = F.silu, 1e-2
+    for dropout in [two.dropout, two.dropout1, two.dropout2]:
+        dropout.p = 0.4
+    two.self_attn.dropout = 0.4
+    three.linear1.requires_grad_(False)
+    ours = BFTEncoder.from_torch(plain, LIMIT, initial_precision=1e-16)
+    x = make_belief().mean
+    torch.testing.assert_close(ours(x), plain(x))
+    assert [layer.dropout_p for layer in ours.layers] == [0.2, 0.4, 0.2]
+    frozen = {n for n, p in ours.named_parameters() if not p.requires_grad}
+    assert frozen == {"layers.2.linear1.weight", "layers.2.linear1.bias"}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("final", [True, False])
+def test_from_torch_with_padding_in_the_limit(nested, final):
+    """Nested tensors or not, what can be seen is the same."""
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 12, 0.1, batch_first=True, norm_first=False
+    )
+    norm = nn.LayerNorm(8) if final else None
+    plain = nn.TransformerEncoder(layer, 1, norm, enable_nested_tensor=nested)
+    randomise(plain).eval()
+    ours = BFTEncoder.from_torch(plain, LIMIT, initial_precision=1e-16)
+    assert (ours.norm is None) == (not final)
+    x = make_belief(dtype=torch.float32).mean
+    hidden = torch.zeros(2, 5).bool()
+    hidden[1, 3:] = True
+    with torch.no_grad():
+        found = ours(x, src_key_padding_mask=hidden)
+        expected = plain(x, src_key_padding_mask=hidden)
+    torch.testing.assert_close(
+        found[~hidden], expected[~hidden], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_from_torch_keeps_shared_layers_shared():
+    plain = plain_encoder(True)
+    plain.layers[2] = plain.layers[0]
+    ours = BFTEncoder.from_torch(plain, LIMIT, initial_precision=1e-16)
+    assert ours.layers[2] is ours.layers[0] is not ours.layers[1]
+    x = make_belief().mean
+    torch.testing.assert_close(ours(x), plain(x))
+
+
+def test_from_torch_refuses_an_encoder_with_a_forward_of_its_own():
+    class Doubled(nn.TransformerEncoder):
+        def forward(self, *arguments, **options):
+            return 2 * super().forward(*arguments, **options)
+
+    plain = plain_encoder(True)
+    plain.__class__ = Doubled
+    with pytest.raises(TypeError, match="^encoder: .*Doubled"):
+        BFTEncoder.from_torch(plain)

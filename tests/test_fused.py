@@ -182,4 +182,4 @@ def test_the_operators_keep_pytorchs_rules():
     columns, shift = leaf(6, 2), leaf(6)
     for s in (shift, None):
         arguments = (x, w_in, b, w_out, columns, s, None, "gelu")
-        opcheck(fused.bent_feed_forward, arguments)
+        opcheck(fused._bent_feed_forward, arguments)

@@ -1,11 +1,13 @@
 """The layer against loops, against PyTorch's own, and against misuse."""
 
+import copy
 import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -795,3 +797,203 @@ def test_nan_parameters_do_not_stay_silent():
 
 def test_repr_shows_the_options():
     assert "observation='prediction'" in repr(make_layer())
+
+
+# where it is built, copied and kept ------------------------------------------
+
+ESTIMATED = [
+    {"jacobian": "hutchinson"},
+    {"variance_rule": "row", "norm_first": False},
+    {"granularity": "token", "jacobian": "hutchinson"},
+]
+
+
+def through_file(layer, path):
+    torch.save(layer, path)
+    return torch.load(path, weights_only=False)
+
+
+def through_safetensors(layer, path):
+    safetensors.torch.save_file(layer.state_dict(), path)
+    other = randomise(make_layer_like(layer), 5).eval()
+    other.load_state_dict(safetensors.torch.load_file(path))
+    return other
+
+
+def through_meta(layer, path):
+    with torch.device("meta"):
+        other = make_layer_like(layer)
+    assert all(p.is_meta for p in other.parameters())
+    other.to_empty(device="cpu")
+    for parameter in other.parameters():
+        nn.init.constant_(parameter, torch.nan)  # what memory may hold
+    other.load_state_dict(layer.state_dict())
+    return other.eval()
+
+
+def assigned_to_meta(layer, path):
+    with torch.device("meta"):
+        other = make_layer_like(layer)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    return other.eval()
+
+
+def by_default_device(layer, path):
+    torch.set_default_device("meta")
+    try:
+        other = make_layer_like(layer)
+    finally:
+        torch.set_default_device(None)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    return other.eval()
+
+
+def in_half_and_back(layer, path):
+    other = copy.deepcopy(layer).half().double()
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def make_layer_like(layer):
+    return BFTLayer(
+        *(D_MODEL, HEADS, WIDTH, 0.0, "gelu"),
+        norm_first=layer.norm_first,
+        dtype=torch.float64,
+        config=layer.config,
+    )
+
+
+@pytest.mark.parametrize("config", ESTIMATED, ids=label)
+@pytest.mark.parametrize(
+    "way",
+    [
+        through_file,
+        through_safetensors,
+        through_meta,
+        assigned_to_meta,
+        by_default_device,
+        in_half_and_back,
+        lambda layer, path: copy.deepcopy(layer),
+    ],
+    ids=label,
+)
+def test_estimates_are_the_same_wherever_the_layer_has_been(
+    way, config, tmp_path
+):
+    """Their signs are no parameter, and must not be lost or made up."""
+    layer = make_layer(**config)
+    other = way(layer, tmp_path / "layer")
+    belief = make_belief()
+    torch.testing.assert_close(other(belief), layer(belief), rtol=0, atol=0)
+
+
+def test_plain_weights_on_a_layer_built_on_no_device():
+    """They bring no Q: it starts where the configuration says."""
+    plain = nn.TransformerEncoderLayer(D_MODEL, HEADS, WIDTH, batch_first=True)
+    with torch.device("meta"):
+        layer = BFTLayer(
+            *(D_MODEL, HEADS, WIDTH), config=BFTConfig(process_noise=0.3)
+        )
+    layer.load_state_dict(plain.state_dict(), assign=True)
+    torch.testing.assert_close(
+        layer.log_process_noise.exp(), torch.full((D_MODEL,), 0.3)
+    )
+    layer(make_belief(dtype=torch.float32))
+
+
+# from_torch ------------------------------------------------------------------
+
+
+def plain_layer(**options):
+    return nn.TransformerEncoderLayer(
+        D_MODEL, HEADS, WIDTH, 0.2, batch_first=True, **options
+    )
+
+
+def replace(name, value):
+    def spoil(layer):
+        parent, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(parent), last, value)
+
+    return spoil
+
+
+class Own(nn.TransformerEncoderLayer):
+    pass
+
+
+@pytest.mark.parametrize(
+    "spoil,name",
+    [
+        (replace("linear1", nn.Sequential()), "layer.linear1"),
+        (replace("norm2", nn.RMSNorm(D_MODEL)), "layer.norm2"),
+        (replace("dropout1", nn.Identity()), "layer.dropout1"),
+        (
+            replace(
+                "self_attn",
+                nn.MultiheadAttention(D_MODEL, HEADS, add_zero_attn=True),
+            ),
+            "layer.self_attn",
+        ),
+        (
+            replace(
+                "self_attn",
+                nn.MultiheadAttention(D_MODEL, HEADS, add_bias_kv=True),
+            ),
+            "layer.self_attn",
+        ),
+        (
+            lambda layer: layer.linear2.register_forward_hook(print),
+            "layer.linear2",
+        ),
+        (
+            lambda layer: nn.utils.parametrizations.weight_norm(layer.linear1),
+            "layer.linear1",
+        ),
+        (lambda layer: setattr(layer, "__class__", Own), "layer"),
+    ],
+    ids=label,
+)
+def test_from_torch_names_what_it_cannot_take_over(spoil, name):
+    layer = plain_layer()
+    spoil(layer)
+    with pytest.raises(TypeError, match=f"^{name}: expected .*got "):
+        BFTLayer.from_torch(layer)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", "dropout1", "dropout2", "self_attn.dropout"]
+)
+def test_from_torch_refuses_dropouts_that_differ(name):
+    layer = plain_layer()
+    if name == "self_attn.dropout":
+        layer.self_attn.dropout = 0.5
+    else:
+        layer.get_submodule(name).p = 0.5
+    with pytest.raises(ValueError, match=r"^layer: .*\[0.2, 0.5\]"):
+        BFTLayer.from_torch(layer)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "activation",
+    ["gelu", F.silu, nn.ReLU(inplace=True), nn.PReLU()],
+    ids=label,
+)
+def test_from_torch_computes_the_same_in_the_limit(activation, bias, first):
+    plain = plain_layer(activation=activation, bias=bias, norm_first=first)
+    randomise(plain).eval()
+    plain.norm1.eps, plain.norm2.eps = 1e-2, 1e-3
+    plain.linear2.weight.requires_grad_(False)
+    config = BFTConfig(prior_scale="unit", process_noise=1e20)
+    ours = BFTLayer.from_torch(plain, config)
+    x = make_belief(dtype=torch.float32).mean
+    low = Belief(x, torch.full_like(x, -40.0))
+    torch.testing.assert_close(ours(low).mean, plain(x), rtol=1e-4, atol=1e-4)
+    assert ours.norm1.eps == 1e-2
+    assert (ours.dropout_p, ours.training) == (0.2, False)
+    frozen = {n for n, p in ours.named_parameters() if not p.requires_grad}
+    assert frozen == {"linear2.weight"}
+    if isinstance(activation, nn.Module):
+        assert ours.activation is not plain.activation
