@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
 
+import bft_ref
 from tests import colab
 
 FILES = ["pyproject.toml", "_config.yml", "README.md", "CITATION.cff"]
@@ -159,30 +161,94 @@ def test_the_install_cell_runs_where_bft_ref_is_there(repo, root: Path):
     assert found["device"] in {"cpu", "cuda"}
 
 
-def test_workflows_are_valid_and_publish_the_fork(root: Path):
-    folder = root / ".github" / "workflows"
-    flows = {
+@pytest.fixture(scope="module")
+def flows(root: Path) -> dict[str, dict]:
+    """The workflows by name."""
+    return {
         path.stem: yaml.safe_load(path.read_text("utf8"))
-        for path in folder.glob("*.yml")
+        for path in (root / ".github" / "workflows").glob("*.yml")
     }
-    assert set(flows) == {"test", "publish", "colab", "links"}
+
+
+def before(jobs: dict[str, dict], name: str) -> set[str]:
+    """The jobs that have to pass before the named one begins."""
+    needs = jobs[name].get("needs", [])
+    needs = {needs} if isinstance(needs, str) else set(needs)
+    return needs.union(*[before(jobs, one) for one in needs])
+
+
+def test_workflows_are_valid_and_publish_the_fork(flows, root: Path):
+    assert set(flows) == {
+        *["test", "publish", "release", "colab", "links", "newest"]
+    }
     for flow in flows.values():
         for job in flow["jobs"].values():
-            assert job["timeout-minutes"] <= 180
-            assert all("run" in s or "uses" in s for s in job["steps"])
-    text = (folder / "publish.yml").read_text("utf8")
+            if "steps" in job:
+                assert job["timeout-minutes"] <= 180
+                assert all("run" in s or "uses" in s for s in job["steps"])
+            else:
+                name = job["uses"].removeprefix("$/.github/workflows/")
+                # YAML reads "on" as true
+                assert "workflow_call" in flows[Path(name).stem][True]
+    text = (root / ".github" / "workflows" / "publish.yml").read_text("utf8")
     assert 'REPO="$GITHUB_REPOSITORY"' in text
-    assert 'REF="$COMMIT"' in text
-    assert "if: >-" in text and "conclusion == 'success'" in text
-    assert flows["publish"][True] == {  # YAML reads "on" as true
-        "workflow_run": {
-            "workflows": [flows["test"]["name"]],
-            "types": ["completed"],
-            "branches": ["main"],
-        },
-        "workflow_dispatch": None,
-    }
+    assert 'REF="$GITHUB_SHA"' in text
     assert "bft-book/" not in text
+
+
+@pytest.mark.parametrize("name", ["publish", "release"])
+def test_nothing_leaves_untested_or_with_a_right_too_many(flows, name):
+    jobs = flows[name]["jobs"]
+    assert flows[name]["permissions"] == {}
+    for job, content in jobs.items():
+        if job == "test":
+            assert content["uses"] == "$/.github/workflows/test.yml"
+            continue
+        assert "test" in before(jobs, job)
+        runs = " ".join(step.get("run", "") for step in content["steps"])
+        if "write" in content["permissions"].values():
+            assert "make" not in runs and "python" not in runs
+
+
+def test_actions_are_pinned_to_one_commit_each(root: Path):
+    pins: dict[str, set[str]] = {}
+    for path in (root / ".github" / "workflows").glob("*.yml"):
+        for line in re.findall(r"uses: (.*)", path.read_text("utf8")):
+            if not line.startswith("$/"):
+                action, pin = line.split("@")
+                assert re.fullmatch(r"[0-9a-f]{40} # v\d+\.\d+\.\d+", pin)
+                pins.setdefault(action, set()).add(pin)
+    assert "actions/checkout" in pins
+    assert all(len(found) == 1 for found in pins.values()), pins
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+def test_both_ends_of_python_are_tested(flows, python):
+    jobs = flows["test"]["jobs"]
+    assert python in jobs["checks"]["strategy"]["matrix"]["python"]
+    assert python in jobs["install"]["strategy"]["matrix"]["python"]
+
+
+def test_templates_ask_something(root: Path):
+    folder = root / ".github" / "ISSUE_TEMPLATE"
+    forms = sorted(folder.glob("[0-9]-*.yml"))
+    assert len(forms) == 3
+    for path in forms:
+        form = yaml.safe_load(path.read_text("utf8"))
+        assert form["name"] and form["description"]
+        ids = [one["id"] for one in form["body"]]
+        assert len(set(ids)) == len(ids)
+        assert any(one.get("validations") for one in form["body"])
+
+
+def test_one_version_everywhere(root: Path):
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf8"))
+    assert project["project"]["dynamic"] == ["version"]
+    citation = yaml.safe_load((root / "CITATION.cff").read_text("utf8"))
+    assert citation["version"] == bft_ref.__version__
+    changes = (root / "CHANGELOG.md").read_text("utf8")
+    newest = re.search(r"(?m)^## (\S+) \(", changes)[1]
+    assert newest == bft_ref.__version__
 
 
 def test_colab_install_is_the_one_that_is_checked(root: Path):
