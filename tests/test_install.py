@@ -119,7 +119,11 @@ def unused(requirements: list[str]) -> list[str]:
         ),
     ]
     text = "\n".join(
-        path.read_text("utf8") for path in files if path != Path(__file__)
+        line
+        for path in files
+        if path != Path(__file__)
+        for line in path.read_text("utf8").splitlines()
+        if len(line) < 200  # no images
     )
     tops: dict[str, list[str]] = {}
     for top, owners in importlib.metadata.packages_distributions().items():
