@@ -363,8 +363,9 @@ def _weighted_columns(
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind = q.dtype if rows is None else torch.float64
-    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=kind)
-    squares, lse = (torch.zeros_like(out[..., 0]) for _ in range(2))
+    made = q.new_empty if rows is None else q.new_zeros
+    out = made(*q.shape[:2], v.shape[-1], dtype=kind)
+    squares, lse = (made(q.shape[:2], dtype=kind) for _ in range(2))
     v1 = _with_column(v[..., thinned:], 1.0)  # the row sums come along
     lowest = torch.finfo(q.dtype).min
     for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
@@ -422,7 +423,7 @@ def weighted_columns_grad(
             continue
         w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
         w.sub_(lse[n, t].unsqueeze(-1)).exp_()
-        grad_v[n, s, thinned:] += torch.bmm(w.mT, grad_out[n, t, thinned:])
+        _add_product(grad_v[n, s, thinned:], w.mT, grad_out[n, t, thinned:])
         grad = torch.bmm(grad_out1[n, t], v1[n, s].mT.to(kind))
         grad.addcmul_(w, twice[n, t].unsqueeze(-1))
         if seed is not None:
@@ -432,7 +433,7 @@ def weighted_columns_grad(
             grad_v[n, s, :thinned] += torch.bmm(kept.mul_(w).mT, few)
         grad.mul_(w)
         grad_q[n, t] = torch.bmm(grad, k[n, s].to(kind))
-        grad_k[n, s] += torch.bmm(grad.mT, q[n, t].to(kind))
+        _add_product(grad_k[n, s], grad.mT, q[n, t].to(kind))
     return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
 
 
@@ -497,6 +498,13 @@ def _plain_columns(
             [(w * kept) @ v[n, s, :thinned], w @ v[n, s, thinned:]], -1
         )
     return out, squares
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total += torch.bmm(a, b)
 
 
 def _with_column(x: Tensor, value: float) -> Tensor:
