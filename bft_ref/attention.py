@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bft_ref import checks
-from bft_ref.belief import wide
+from bft_ref.belief import cast_on, wide
 from bft_ref.fused import reverse_mode_only, weighted_columns
 from bft_ref.kriging import (
     Kriging,
@@ -110,7 +110,7 @@ def attend(
     options = _Options(
         neighbour_variance, feature_weights, center, is_causal, dropout_p
     )
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(cast_on(query), enabled=False):
         if way == "materialised":
             visible = _as_one(masks)
             result = kriging_attention(

@@ -15,6 +15,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def cast_on(x: Tensor) -> str:
+    """The device type that autocast goes by; it knows no meta device."""
+    return "cpu" if x.is_meta else x.device.type
+
+
 def log_mean_exp(x: Tensor) -> Tensor:
     """log of the mean of eˣ over features, (..., d) → (..., 1)."""
     x = wide(x)
@@ -66,8 +71,15 @@ class Belief(NamedTuple):
         checks.finite("mean", mean)
         (name, value), *_ = given.items()
         dtype = None if isinstance(value, Tensor) else wide(mean).dtype
+        if torch.as_tensor(value).dtype == torch.bool:
+            raise TypeError(f"{name}: expected numbers, got a boolean")
         x = wide(torch.as_tensor(value, device=mean.device, dtype=dtype))
         checks.broadcastable(name, x, "mean", mean)
+        if torch.broadcast_shapes(x.shape, mean.shape) != mean.shape:
+            raise ValueError(
+                f"{name}: expected a shape that broadcasts to that of mean, "
+                f"{tuple(mean.shape)}, got {tuple(x.shape)}"
+            )
         if x.dim() < mean.dim():
             x = x.expand(mean.shape)
         else:

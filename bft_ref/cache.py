@@ -34,7 +34,8 @@ class KeyValueCache:
     ) -> _State:
         """Store the newest tokens; return all of them.
 
-        Raises: ValueError if batch or heads differ from what is stored.
+        Raises: ValueError if batch, heads or prior differ from what is
+        stored.
         """
         joined = self.joined(
             key, value, log_token_precision, neighbour_variance
@@ -60,6 +61,11 @@ class KeyValueCache:
                     f"got {tuple(shape)}"
                 )
             k, v, log, c = self._state
+            if (c is None) != (neighbour_variance is None):
+                raise ValueError(
+                    "cache: expected tokens of layers with one prior_scale, "
+                    "got those of 'unit' and of 'neighbours' together"
+                )
             new = (
                 torch.cat([k, key], -2),
                 torch.cat([v, value], -2),
@@ -77,7 +83,20 @@ class KeyValueCache:
 
 @contextmanager
 def all_or_nothing(caches: Sequence[KeyValueCache]) -> Iterator[None]:
-    """If what is done with the caches fails, they are as they were."""
+    """If what is done with the caches fails, they are as they were.
+
+    Raises: TypeError for what is no cache, ValueError for one cache twice.
+    """
+    for i, each in enumerate(caches):
+        if not isinstance(each, KeyValueCache):
+            raise TypeError(
+                f"cache: expected a KeyValueCache, got {type(each).__name__}"
+            )
+        if any(each is other for other in caches[:i]):
+            raise ValueError(
+                "caches: expected one of its own for each layer, got the same "
+                "twice; make them with make_caches()"
+            )
     before = [cache._state for cache in caches]
     try:
         yield

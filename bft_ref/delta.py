@@ -482,18 +482,30 @@ def normalised_variance(variance: Tensor, norm: Normalised) -> Tensor:
     units of the output². Equation (9.4); ours.
     """
     z = wide(norm.z)
-    d = z.shape[-1]
     v = wide(variance).expand(z.shape)
-    zz = z.square()
-    own, shared = zz, zz * (zz * v).sum(-1, True)
-    if norm.centred:
-        own = own + 1
-        shared = shared + v.sum(-1, True) + 2 * z * (z * v).sum(-1, True)
-    result = v * (1 - 2 * own / d) + shared / d**2
+    result = _through_normalisation(v, z, norm.centred)
+    if z.dtype == torch.float32:
+        # little is left of the sum where one feature is all the norm sees
+        lost = result < 2.0**-12 * v.amax(-1, keepdim=True)
+        if checks.anywhere(lost) != [False]:
+            exact = _through_normalisation(
+                v.double(), z.double(), norm.centred
+            )
+            result = torch.where(lost, exact.float(), result)
     if norm.gamma is not None:
         result = result * norm.gamma.square()
     result = result / norm.scale.square()
     return result.clamp(min=torch.finfo(result.dtype).tiny)
+
+
+def _through_normalisation(v: Tensor, z: Tensor, centred: bool) -> Tensor:
+    """:func:`normalised_variance` times ς²/γ²."""
+    d, zz = z.shape[-1], z.square()
+    own, shared = zz, zz * (zz * v).sum(-1, True)
+    if centred:
+        own = own + 1
+        shared = shared + v.sum(-1, True) + 2 * z * (z * v).sum(-1, True)
+    return v * (1 - 2 * own / d) + shared / d**2
 
 
 def normalised_precision(log_precision: Tensor, norm: Normalised) -> Tensor:

@@ -125,6 +125,11 @@ class BFTEncoder(nn.Module):
         recompute = self.checkpointing and self.training
         if caches is None:
             slots: Sequence[KeyValueCache | None] = [None] * len(self.layers)
+        elif not isinstance(caches, list | tuple):
+            raise TypeError(
+                "caches: expected a list of them (see make_caches), got "
+                f"{type(caches).__name__}"
+            )
         elif recompute:
             raise ValueError(
                 "caches: expected None while checkpointing recomputes layers, "

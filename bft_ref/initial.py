@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bft_ref import checks
-from bft_ref.belief import wide
+from bft_ref.belief import cast_on, wide
 
 
 class ItemPrecision(nn.Module):
@@ -54,6 +54,6 @@ class MLPPrecision(nn.Module):
         nn.init.constant_(last.bias, math.log(initial))
 
     def forward(self, h: Tensor) -> Tensor:
-        with torch.autocast(h.device.type, enabled=False):
+        with torch.autocast(cast_on(h), enabled=False):
             kind = next(self.parameters()).dtype
             return wide(self.layers(h.to(kind)))

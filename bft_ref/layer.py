@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bft_ref import checks, delta, reml
 from bft_ref.attention import IMPLEMENTATIONS, attend
-from bft_ref.belief import Belief, log_mean_exp, wide
+from bft_ref.belief import Belief, cast_on, log_mean_exp, wide
 from bft_ref.cache import KeyValueCache, all_or_nothing
 from bft_ref.kalman import update
 from bft_ref.kriging import hidden_and_bias
@@ -324,6 +324,11 @@ class BFTLayer(nn.Module):
         Raises: TypeError, ValueError for shapes and dtypes; NaN and infinity
         are reported in eager mode only. A cache grows only if all went well.
         """
+        if is_causal is not None and not isinstance(is_causal, bool):
+            raise TypeError(
+                "is_causal: expected True or False, got "
+                f"{type(is_causal).__name__}; a mask is a src_mask"
+            )
         belief = self._checked(belief, src_key_padding_mask)
         if not self.batch_first:
             belief = Belief(*(x.transpose(0, 1) for x in belief))
@@ -573,7 +578,7 @@ class BFTLayer(nn.Module):
             _warn_unknown("self_attn.out_proj")
             signs = self._probe(like, 0).to(like.dtype)
             return squared_map(self.self_attn.out_proj, variance, signs)
-        with torch.autocast(variance.device.type, enabled=False):
+        with torch.autocast(cast_on(variance), enabled=False):
             return variance @ wide(weight).square().mT
 
     def _value_of_nothing(self, w_v: Tensor, b_v: Tensor | None) -> Tensor:
@@ -649,6 +654,9 @@ class BFTLayer(nn.Module):
                 f"precision goes in closed form, got {type(module).__name__}"
             )
         checks.shape(f"{name}: input", x[0, 0], module.normalized_shape)
+        watched = fused and is_watched(module)
+        # first: a hook may set the weight, as pruning does
+        made = module(x).to(x.dtype) if watched else None
         eps = module.eps
         norm = delta.normalise(
             x,
@@ -659,8 +667,7 @@ class BFTLayer(nn.Module):
             fused,
         )
         output = norm.output.to(x.dtype)
-        if fused and is_watched(module):
-            made = module(x).to(x.dtype)
+        if made is not None:
             apart = (wide(made) - wide(output)).abs()
             tolerance = max(1e-4, 2 * torch.finfo(x.dtype).eps)
             changed = apart > tolerance * (1 + wide(output).abs())
@@ -704,7 +711,7 @@ class BFTLayer(nn.Module):
         checks.floating("belief.mean", mean)
         checks.floating("belief.log_precision", log)
         weight = self._attention().in_proj_weight
-        autocast = torch.is_autocast_enabled(mean.device.type)
+        autocast = torch.is_autocast_enabled(cast_on(mean))
         if mean.dtype != weight.dtype and not autocast:
             raise TypeError(
                 f"belief.mean: expected {weight.dtype}, the dtype of the "

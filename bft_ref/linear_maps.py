@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from bft_ref import checks
-from bft_ref.belief import wide
+from bft_ref.belief import cast_on, wide
 
 HOOKS = (
     "_forward_hooks",
@@ -133,7 +133,7 @@ def _agree(
     w: Tensor, b: Tensor | None, x: Tensor, y: Tensor, tolerance: float
 ) -> bool | None:
     """Whether y = Wx + b; None where that cannot be read."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(cast_on(x), enabled=False):
         made = F.linear(wide(x), wide(w), None if b is None else wide(b))
         if y.dtype in (torch.bfloat16, torch.float16):
             tolerance = max(tolerance, 0.05)

@@ -1,6 +1,7 @@
 """bft_ref.belief: fuse and discount, and what a belief accepts."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -304,3 +305,19 @@ def test_features_are_not_chosen():
     belief = Belief(torch.ones(2, 3, 4), torch.zeros(2, 3, 1))
     with pytest.raises(IndexError):
         belief.at[0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["precision", "variance", "log_precision"])
+@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 1, 5, 8), (2, 1, 5, 1)])
+def test_more_precisions_than_means_are_refused(name, shape):
+    with pytest.raises(
+        ValueError, match=f"^{name}: .*got {re.escape(str(shape))}"
+    ):
+        Belief.of(torch.ones(1, 5, 8), **{name: torch.ones(shape)})
+
+
+@pytest.mark.parametrize("value", [True, torch.ones(8, dtype=torch.bool)])
+@pytest.mark.parametrize("name", ["precision", "variance", "log_precision"])
+def test_a_mask_is_no_precision(name, value):
+    with pytest.raises(TypeError, match=f"^{name}: expected numbers"):
+        Belief.of(torch.ones(2, 5, 8), **{name: value})

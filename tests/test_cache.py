@@ -213,3 +213,28 @@ def test_a_failing_observation_alone_leaves_the_cache_alone():
     with pytest.raises(ValueError, match="^no$"):
         layer.observe(belief, cache=cache)
     assert cache.length == 5
+
+
+def test_one_cache_cannot_serve_two_layers():
+    model, belief = make_encoder(2), make_belief()
+    with pytest.raises(ValueError, match="^caches: .*the same twice"):
+        model(belief, is_causal=True, caches=[KeyValueCache()] * 2)
+
+
+@pytest.mark.parametrize("bad", [True, [True, True], KeyValueCache()])
+def test_what_is_no_list_of_caches_is_refused(bad):
+    with pytest.raises(TypeError, match="^caches?: expected a"):
+        make_encoder(2)(make_belief(), caches=bad)
+    if not isinstance(bad, KeyValueCache):
+        with pytest.raises(TypeError, match="^cache: expected a KeyValueC"):
+            make_layer()(make_belief(), cache=bad)
+
+
+@pytest.mark.parametrize("first", ["unit", "neighbours"])
+def test_a_cache_of_a_layer_with_another_prior_is_refused(first):
+    second = {"unit": "neighbours", "neighbours": "unit"}[first]
+    cache, belief = KeyValueCache(), make_belief()
+    make_layer(prior_scale=first)(belief, cache=cache)
+    with pytest.raises(ValueError, match="^cache: expected .*prior_scale"):
+        make_layer(prior_scale=second)(belief, cache=cache)
+    assert cache.length == 5

@@ -519,3 +519,22 @@ def test_activation_names():
     assert delta.activation_function(F.elu) == (F.elu, False)
     with pytest.raises(ValueError, match="^activation: .*swiglu.*'swish'"):
         delta.activation_function("swish")
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("d", [8, 64])
+def test_a_norm_that_sees_one_feature_alone_in_float32(d, size, centred):
+    """The sum of Equation (9.4) cancels there, 68 nats of log λ with it."""
+    generator = torch.Generator().manual_seed(0)
+    x, log = torch.randn(2, 20, d, generator=generator)
+    x[:, 2] *= size
+    x.requires_grad_()
+    found = []
+    for kind in [torch.float32, torch.float64]:
+        normed = delta.normalise(x.to(kind), None, None, 1e-5, centred)
+        after = delta.normalised_precision(log.to(kind), normed)
+        (grad,) = torch.autograd.grad(after.sum(), x)
+        assert grad.isfinite().all()
+        found.append(after.double())
+    torch.testing.assert_close(*found, rtol=0, atol=2e-3)

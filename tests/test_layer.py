@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bft_ref import Belief, BFTConfig, BFTLayer
+from bft_ref import Belief, BFTConfig, BFTEncoder, BFTLayer, MLPPrecision
 from tests.builders import (
     D_MODEL,
     HEADS,
@@ -997,3 +997,23 @@ def test_from_torch_computes_the_same_in_the_limit(activation, bias, first):
     assert frozen == {"linear2.weight"}
     if isinstance(activation, nn.Module):
         assert ours.activation is not plain.activation
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+def test_shapes_are_found_on_the_meta_device(tokens, norm_first, granularity):
+    config = BFTConfig(granularity=granularity)
+    with torch.device("meta"):
+        layer = BFTLayer(8, 2, 12, norm_first=norm_first, config=config)
+        encoder = BFTEncoder(layer, 2)
+        x = torch.randn(2, tokens, 8)
+        hidden = torch.zeros(2, tokens, dtype=torch.bool)
+        mask = torch.zeros(tokens, tokens)
+    out = encoder(x, mask, hidden, True)
+    out.sum().backward()
+    assert out.is_meta and out.shape == x.shape
+    assert layer(Belief(x, x)).log_precision.shape[-1] == (
+        8 if granularity == "feature" else 1
+    )
+    assert MLPPrecision(8).to("meta")(x).shape == (2, tokens, 1)

@@ -819,3 +819,22 @@ def test_an_altering_hook_is_estimated_in_a_compiled_graph():
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(make_belief()), expected)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("name", ["norm1", "norm2", "linear1", "linear2"])
+def test_pruned_weights_are_those_of_this_pass(name, norm_first):
+    """Pruning sets the weight in a hook, when the module is called."""
+    layer, belief = make_layer(norm_first=norm_first).train(), make_belief()
+    part = layer.get_submodule(name)
+    prune.l1_unstructured(part, "weight", 0.3)
+    for _ in range(2):
+        out = layer(belief)
+        (out.mean.square().mean() + out.log_precision.mean()).backward()
+        with torch.no_grad():
+            part.weight_orig -= 0.1 * part.weight_orig.grad
+    found = layer(belief)
+    prune.remove(part, "weight")
+    expected = layer(belief)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.log_precision, expected.log_precision)

@@ -340,3 +340,13 @@ def test_what_does_not_fit_is_named():
     q, k, v, log = heads(keys=5)
     with pytest.raises(TypeError, match="value: expected torch.float32"):
         attend(q, k, v.double(), log)
+
+
+@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+def test_a_mask_in_the_place_of_is_causal_is_refused(implementation):
+    layer = make_layer(implementation=implementation)
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    with pytest.raises(TypeError, match="^is_causal: .*got Tensor"):
+        layer(make_belief(), None, None, later)
+    found = layer(make_belief(), later, is_causal=None)
+    torch.testing.assert_close(found.mean, layer(make_belief(), later).mean)

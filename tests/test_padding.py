@@ -469,3 +469,25 @@ def test_a_catalogue_of_one_item(variant):
             score = score if bias is None else score + bias[1]
             torch.testing.assert_close(loss, F.softplus(-score).mean() / 4)
         assert net.items.weight.grad.isfinite().all()
+
+
+def test_times_whose_dtype_does_not_tell_seconds_apart_are_refused():
+    net, items = make(model="hstu"), torch.tensor([[0, 1, 2]])
+    times = torch.tensor([[2.0**25, 1.0, 2.0**24]], dtype=torch.float64)
+    expected = net.scores(items, times)
+    torch.testing.assert_close(net.scores(items, times.float()), expected)
+    times[0, 2] += 2
+    with pytest.raises(ValueError, match="^times: .*row 0 at position 2"):
+        net.scores(items, times.float())
+    net.scores(items, times)
+
+
+@pytest.mark.parametrize("length", [2.5, True, "2"])
+def test_the_length_of_a_batch_is_a_whole_number(length):
+    with pytest.raises(TypeError, match="^length: expected a whole number"):
+        as_batch([[1, 2]], length)
+
+
+def test_an_id_beyond_int64_does_not_wrap_around():
+    with pytest.raises(ValueError, match=f"^rows: .*got {2**63 + 5}"):
+        as_batch([[2**63 + 5]], 4)

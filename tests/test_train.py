@@ -1035,6 +1035,9 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
     assert "test" in json.loads(knn.stdout)
 
 
+OUTPUTS = ("output", "ranks", "checkpoint")
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -1048,6 +1051,11 @@ def test_the_command_line_runs_baselines(sequences, tmp_path):
         (["--loss", "full", "--no-correct"], "correct"),
         (["--calibration", "0.5"], "calibration"),
         (["--gate", "constant", "--gate-value", "high"], "--gate-value"),
+        (["--bft", "prior_dof=1,prior-dof=2"], "prior_dof: expected once"),
+        (["--model", "popularity", "--d-model", "8"], "--d-model"),
+        (["--device", "gpu"], "--device"),
+        (["--threads", "-1"], "--threads"),
+        *((["--" + x, "."], "--" + x) for x in OUTPUTS),
     ],
 )
 def test_the_command_line_names_the_bad_option(

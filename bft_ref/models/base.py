@@ -314,8 +314,7 @@ def as_batch(rows: Iterable[ArrayLike], length: int, device=None) -> Tensor:
     for ids that are no integers; ValueError for a row of another shape, or
     ``length`` < 1.
     """
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
+    checks.count("length", length, 1)
     kept = [_ids(row)[-length:] for row in rows]
     width = max((len(row) for row in kept), default=0)
     batch = np.zeros((len(kept), width), dtype=np.int64)
@@ -332,4 +331,6 @@ def _ids(row: ArrayLike) -> NDArray:
         )
     if found.size and found.dtype.kind not in "iu":
         raise TypeError(f"rows: expected integer ids, got {found.dtype}")
+    if found.size and found.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"rows: expected ids in int64, got {found.max()}")
     return np.trim_zeros(found)

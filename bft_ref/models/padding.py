@@ -166,6 +166,9 @@ def _faults(items, times, inside, largest, length, empty) -> list[_Fault]:
             )
         )
     if times is not None:
+        # from here on neighbours of the dtype are more than a second apart
+        floats = times.is_floating_point()
+        exact = 2 / torch.finfo(times.dtype).eps if floats else torch.inf
         both = inside[:, 1:] & inside[:, :-1]
         faults += [
             _Fault(
@@ -173,6 +176,14 @@ def _faults(items, times, inside, largest, length, empty) -> list[_Fault]:
                 lambda row, at: (
                     f"times: expected finite seconds, got {times[row, at]} in "
                     f"row {row} at position {at}"
+                ),
+            ),
+            _Fault(
+                inside & (times.abs() > exact),
+                lambda row, at: (
+                    f"times: expected seconds that {times.dtype} tells apart, "
+                    f"got {times[row, at]:.0f} in row {row} at position {at}; "
+                    "give float64, or seconds since each first item"
                 ),
             ),
             _Fault(

@@ -66,6 +66,10 @@ def filter_config(text: str | None) -> BFTConfig | None:
                 f"{', '.join(known)}; got {part!r}",
                 param_hint="--bft",
             )
+        if name in given:
+            raise typer.BadParameter(
+                f"{name}: expected once, got {text!r}", param_hint="--bft"
+            )
         kind = known[name]
         kind = kind if isinstance(kind, str) else kind.__name__
         if kind == "bool":
@@ -324,6 +328,7 @@ def main(
     threads: Annotated[
         int,
         typer.Option(
+            min=0,
             help="CPU threads, 0 for PyTorch's choice.",
             rich_help_panel=TRAINING,
         ),
@@ -338,6 +343,7 @@ def main(
     output: Annotated[
         Path | None,
         typer.Option(
+            dir_okay=False,
             help="Write the result as JSON; a file that is there already "
             "means the run is finished, and nothing is done.",
             rich_help_panel=OUTPUT,
@@ -346,6 +352,7 @@ def main(
     ranks: Annotated[
         Path | None,
         typer.Option(
+            dir_okay=False,
             help="Write each user's rank (.npz), for paired tests.",
             rich_help_panel=OUTPUT,
         ),
@@ -353,6 +360,7 @@ def main(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
+            dir_okay=False,
             help="Written after every epoch; an interrupted run goes on "
             "from it, to the same result.",
             rich_help_panel=OUTPUT,
@@ -493,12 +501,13 @@ def _named_after(option: str) -> Iterator[None]:
 def _refuse_training_options(context: typer.Context, model: str) -> None:
     """Counting needs no training options."""
     used = "data data_dir format model final output ranks quiet threads device"
-    for name in context.params.keys() - set(used.split()):
-        source = context.get_parameter_source(name)
+    for option in context.command.params:
+        if option.name is None or option.name in used.split():
+            continue
+        source = context.get_parameter_source(option.name)
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
-                f"{model} does not read it",
-                param_hint=f"--{name.replace('_', '-')}",
+                f"{model} does not read it", param_hint=option.opts[0]
             )
 
 
@@ -525,6 +534,13 @@ def _is_there(output: Path | None, final: bool, wanted: dict) -> bool:
 
 def _join(device: str | None) -> torch.device:
     """The device of this process; joins the others under ``torchrun``."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # each backend has its own
+        raise typer.BadParameter(
+            f"expected a device that is here, got {device!r}: {error}",
+            param_hint="--device",
+        ) from None
     cuda = torch.cuda.is_available() and device != "cpu"
     if "WORLD_SIZE" not in os.environ:
         return torch.device(device or ("cuda" if cuda else "cpu"))
