@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+NOTEBOOKS = [
+    *sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")),
+    ROOT / "notebooks" / "template" / "00-template.ipynb",
+]
 
 CODE = ["bft_ref", "book", "notebooks", "results", "tests"]
 CHECKS = {

@@ -37,6 +37,7 @@ from nbformat import NotebookNode
 
 from bft_ref.book import prose
 from bft_ref.book.facts import FactError, Facts, read
+from bft_ref.book.folding import ANSWER, title
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 79
@@ -529,16 +530,16 @@ def skeleton_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
 
 
 def exercise_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
-    """Exercises without id, minutes, level or folded, executed solution."""
+    """Exercises without id, minutes, level, answer cell or folded solution."""
     found: list[str] = []
     exercises: list[list[NotebookNode]] = []
-    labels: list[tuple[str, ...]] = []
+    labels: list[tuple[str, str]] = []
     loose = 0
     for cell in notebook.cells:
         text = cell.source if cell.cell_type == "markdown" else ""
         loose += len(re.findall(r"(?m)^#+ Exercise\b", text))
         if match := EXERCISE.search(text):
-            labels.append(match.groups()[:2])
+            labels.append((match[1], match[2]))
             exercises.append([])
         elif re.search(r"(?m)^#{1,2} ", text) and exercises:
             break
@@ -561,16 +562,28 @@ def exercise_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
         found.append(f"{len(solved)} exercises with a solution, not four")
     if exercises and len(exercises) - len(solved) != 1:
         found.append("expected one exercise without a published solution")
-    for cells in solved:
-        hidden = [
-            cell
-            for cell in cells
-            if cell.cell_type == "code"
-            and "hide-cell" in cell.metadata.get("tags", [])
-        ]
-        if not hidden:
+    for (n, k), cells in zip(labels, exercises, strict=True):
+        label, solution = f"Exercise {n}.{k}", f"Solution {n}.{k}"
+        answers = [at for at, c in enumerate(cells) if c.source == ANSWER]
+        if len(answers) != 1:
             found.append(
-                f"{cells[0].source.splitlines()[0]}: no solution code in a "
-                "cell tagged hide-cell"
+                f"{label}: {len(answers)} code cells that hold only "
+                f"{ANSWER!r}, not one"
             )
+        solving = [at for at, c in enumerate(cells) if solves(c, solution)]
+        if cells in solved and not any(
+            title(cells[at].source) for at in solving
+        ):
+            found.append(
+                f"{label}: no code cell that begins with '# @title {solution}'"
+            )
+        if solving and answers and solving[0] < answers[0]:
+            found.append(f"{label}: its solution stands before {ANSWER!r}")
     return found
+
+
+def solves(cell: NotebookNode, name: str) -> bool:
+    """Whether a cell has the reasoning or the code of a solution."""
+    if cell.cell_type == "markdown":
+        return "<summary>Solution</summary>" in cell.source
+    return title(cell.source) == name

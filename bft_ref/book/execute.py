@@ -1,11 +1,11 @@
 """Execute notebooks and store them: ``python -m bft_ref.book.execute``.
 
 Without paths, all of ``notebooks/NN-*.ipynb``. Facts are recorded, alt
-texts are copied to the cell metadata that the book's builder reads, the
-numbers in prose are written anew from the facts (also on the pages of
-``book``, which quote a fact as ``13:name``), and what changes from run to run
-is left out. A notebook that fails leaves its file and its facts as
-they were.
+texts are copied to the cell metadata that the book's builder reads, cells
+with a title are folded (:mod:`bft_ref.book.folding`), the numbers in prose
+are written anew from the facts (also on the pages of ``book``, which quote
+a fact as ``13:name``), and what changes from run to run is left out. A
+notebook that fails leaves its file and its facts as they were.
 """
 
 import os
@@ -22,10 +22,11 @@ from nbformat import NotebookNode
 
 from bft_ref.book import prose
 from bft_ref.book.facts import FactError, read
+from bft_ref.book.folding import fold
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 600  # seconds a cell may take
-KEPT = {"tags", "mystnb", "slideshow"}
+KEPT = {"tags", "mystnb", "slideshow", "jupyter", "cellView", "nbgrader"}
 
 
 def execute(path: Path) -> None:
@@ -94,22 +95,6 @@ def copy_alt(notebook: NotebookNode) -> None:
                 image = {"alt": about["alt"], "width": f"{about['width']}px"}
                 image["classes"] = "bft-figure dark-light"
                 cell.metadata["mystnb"] = {"image": image}
-
-
-def fold(notebook: NotebookNode) -> None:
-    """Fold, on the page, code that only draws or installs."""
-    for cell in notebook.cells:
-        shown = [output.get("data", {}) for output in cell.get("outputs", [])]
-        draws = any(
-            "image/png" in data or "bft-slider" in data.get("text/html", "")
-            for data in shown
-        )
-        tags = cell.metadata.get("tags", [])
-        if (draws or "install" in tags) and not {
-            "hide-cell",
-            "hide-input",
-        } & set(tags):
-            cell.metadata["tags"] = [*tags, "hide-input"]
 
 
 def pages(notebooks: list[Path]) -> list[Path]:

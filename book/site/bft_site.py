@@ -9,6 +9,7 @@
   request does not.
 - ``api-modules`` writes the API reference: whatever has a docstring in the
   public modules of a package, read without being imported.
+- A folded cell shows its title instead of its first line.
 - The empty corner of a table that pandas wrote is no heading.
 - Thebe, which would run cells on a server elsewhere, is left out.
 """
@@ -32,6 +33,7 @@ from sphinx.util.docutils import SphinxDirective
 
 logger = logging.getLogger(__name__)
 
+TITLE = re.compile(r"# @title (\S.*)\n?")
 TAG = re.compile(r"\\tag\*?\{(\d+)\.(\d+)\}")
 # A bar outside ``code``: |x| is an absolute value, not a substitution.
 BAR = re.compile(r"((?:``.*?``|[^|`])*)\|")
@@ -76,8 +78,8 @@ def copy_static(app: Sphinx) -> None:
     shutil.rmtree(target, ignore_errors=True)
     copy_mathjax(target / "mathjax")
     here = Path(__file__).parent
-    for style in here.glob("*.css"):
-        shutil.copy2(style, target)
+    for own in [*here.glob("*.css"), *here.glob("*.js")]:
+        shutil.copy2(own, target)
 
 
 class AnchorEquations(SphinxTransform):
@@ -173,6 +175,25 @@ class EmptyCorners(SphinxPostTransform):
                 mended = raw.copy()  # its classes too: it scrolls by them
                 mended += nodes.Text(html.replace("<th></th>", "<td></td>"))
                 raw.parent.replace(raw, mended)
+
+
+class TitleFolds(SphinxPostTransform):
+    """Name a folded cell by its title, ``# @title …``, and leave that out."""
+
+    default_priority = 198  # before myst-nb folds
+
+    def run(self, **kwargs: Any) -> None:
+        for cell in self.document.findall(nodes.container):
+            source = next(cell.findall(nodes.literal_block), None)
+            if "hide_mode" not in cell or source is None:
+                continue
+            if found := TITLE.match(source.astext()):
+                cell["prompt_show"] = cell["prompt_hide"] = found[1]
+                if found[1].startswith("Solution"):
+                    cell["classes"].append("solution")
+                rest = source.astext()[found.end() :]
+                source.rawsource = rest
+                source[:] = [nodes.Text(rest)]
 
 
 class NameBadges(SphinxTransform):
@@ -353,4 +374,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(NameBadges)
     app.add_post_transform(LinkNumbers)
     app.add_post_transform(EmptyCorners)
+    app.add_post_transform(TitleFolds)
     return {"version": "1", "parallel_read_safe": False}

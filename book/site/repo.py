@@ -25,7 +25,7 @@ BADGE = re.compile(
     rf"\[!\[[^]]*\]\({re.escape(COLAB)}/assets/[^)]*\)\]\([^)]*\)"
 )
 INSTALL = """\
-# On Colab: install bft_ref where it is missing and change nothing else.
+# @title Install: bft_ref, on Colab where it is missing, and nothing else
 import importlib.util
 
 if importlib.util.find_spec("bft_ref") is None:
@@ -73,9 +73,10 @@ class Address:
         home = f"{owner.lower()}.github.io"
         return home if name.lower() == home else f"{home}/{name}"
 
-    def badge(self, notebook: str) -> str:
+    def badge(self, notebook: Path) -> str:
         """The Markdown badge that opens ``notebook`` on Colab."""
-        page = f"github/{self.slug}/blob/{self.branch}/notebooks/{notebook}"
+        file = notebook.as_posix().rpartition("notebooks/")[2]
+        page = f"github/{self.slug}/blob/{self.branch}/notebooks/{file}"
         image = f"![Open in Colab]({COLAB}/assets/colab-badge.svg)"
         return f"[{image}]({COLAB}/{page})"
 
@@ -85,8 +86,12 @@ class Address:
 
 
 def notebooks(root: Path) -> list[Path]:
-    """The book's chapters."""
-    return sorted((root / "notebooks").glob("[0-9]*.ipynb"))
+    """The book's chapters, and the template of one."""
+    return sorted(
+        path
+        for name in ["[0-9]*.ipynb", "template/*.ipynb"]
+        for path in (root / "notebooks").glob(name)
+    )
 
 
 def texts(root: Path) -> list[Path]:
@@ -116,7 +121,7 @@ def with_address(path: Path, here: Address) -> str:
     """The notebook at ``path`` with its badge and install cell as due."""
     text = path.read_text("utf8")
     book = nbformat.reads(text, as_version=4)
-    title, badge = book.cells[0], here.badge(path.name)
+    title, badge = book.cells[0], here.badge(path)
     if BADGE.search(title.source):
         title.source = BADGE.sub(badge, title.source)
     else:

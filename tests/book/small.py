@@ -1,12 +1,21 @@
-"""Small notebooks for the tests that break a check on purpose."""
+"""The book's notebooks, and small ones that break a check on purpose."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from nbformat.v4 import (
     new_code_cell,
     new_markdown_cell,
     new_notebook,
     new_output,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+TEMPLATE = ROOT / "notebooks" / "template" / "00-template.ipynb"
+each_notebook = pytest.mark.parametrize(
+    "path", [*NOTEBOOKS, TEMPLATE], ids=lambda path: path.stem
 )
 
 

@@ -278,6 +278,49 @@ def test_sliders_show_a_state_without_javascript(browser: Browser, site: Path):
     assert count
 
 
+def test_one_button_opens_and_closes_every_proof(browser: Browser, site: Path):
+    for path in sorted((site / "notebooks").glob("*.html")):
+        with opened(browser, path) as (page, wrong):
+            button = page.get_by_role("button", name="Show all proofs")
+            proofs = page.locator(".cell:not(.solution) details.hide")
+            solutions = page.locator(".cell.solution details.hide")
+            assert proofs.count() and solutions.count(), path.stem
+            for pressed in ["false", "true", "false"]:
+                assert button.get_attribute("aria-pressed") == pressed
+                assert proofs.evaluate_all(
+                    "(all, due) => all.every((one) => `${one.open}` === due)",
+                    pressed,
+                )
+                assert not any(
+                    one.get_attribute("open") is not None
+                    for one in solutions.all()
+                )
+                button.press("Enter" if pressed == "false" else "Space")
+                page.wait_for_timeout(50)  # toggle events come later
+            proofs.first.locator("summary").press("Enter")
+            page.wait_for_timeout(50)
+            assert button.get_attribute("aria-pressed") == "false"
+            assert wrong == []
+
+
+def test_no_proofs_no_button(browser: Browser, site: Path):
+    with opened(browser, site / "book" / "notation.html") as (page, _):
+        assert page.locator("article h1").count() == 1
+        assert page.get_by_role("button", name="proofs").count() == 0
+
+
+def test_a_folded_cell_is_named_by_its_title(browser: Browser, site: Path):
+    for path in sorted((site / "notebooks").glob("*.html")):
+        with opened(browser, path) as (page, _):
+            titles = page.locator("details.hide > summary").evaluate_all(
+                "all => all.map((one) => [one.ariaLabel, "
+                "one.querySelector('p').textContent])"
+            )
+            assert titles and not [one for one in titles if one[0]]
+            assert not [name for _, name in titles if "code cell" in name]
+            assert "@title" not in page.locator("article").inner_html()
+
+
 # ------------------------------------------- each check, broken on purpose
 
 NUMBERS = [0.25, 0.5, 0.75]

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from bft_ref.book import chapter, checks, fact, facts, prose
+from tests.book.small import NOTEBOOKS, ROOT, each_notebook
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("book/*.md")])
 
 FACTS = {
@@ -29,7 +28,7 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_prose_states_the_facts(path: Path):
     notebook = nbformat.read(path, as_version=4)
     recorded = facts.read(path.parent / "facts", path.stem)

@@ -11,17 +11,20 @@ import pytest
 from nbformat.v4 import new_output
 
 from bft_ref.book import checks, execute
-from tests.book.small import book, code, md
-
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-each_notebook = pytest.mark.parametrize(
-    "path", NOTEBOOKS, ids=lambda path: path.stem
+from tests.book.small import (
+    NOTEBOOKS,
+    ROOT,
+    TEMPLATE,
+    book,
+    code,
+    each_notebook,
+    md,
 )
 
 
 def test_there_are_notebooks():
     assert NOTEBOOKS
+    assert TEMPLATE.exists()
 
 
 @each_notebook
@@ -196,27 +199,3 @@ def test_a_notebook_is_stored_and_each_change_of_it_noticed(
     assert execute.main([str(small)]) == 1
     assert small.read_text("utf8") == before
     assert recorded.read_text("utf8") == facts
-
-
-def test_only_drawing_and_installing_code_is_folded():
-    def cell(tags, *shown):
-        outputs = [
-            nbformat.v4.new_output("display_data", data) for data in shown
-        ]
-        return nbformat.v4.new_code_cell(
-            outputs=outputs, metadata={"tags": list(tags)}
-        )
-
-    book = nbformat.v4.new_notebook(
-        cells=[
-            cell(["install"]),
-            cell([], {"image/png": ""}),
-            cell([], {"text/html": '<div class="bft-slider x"></div>'}),
-            cell([], {"text/plain": "1"}),
-            cell(["hide-cell"], {"image/png": ""}),
-        ]
-    )
-    for _ in range(2):  # folding twice changes nothing
-        execute.fold(book)
-        folded = [c.metadata["tags"].count("hide-input") for c in book.cells]
-        assert folded == [1, 1, 1, 0, 0]

@@ -6,13 +6,8 @@ import nbformat
 import pytest
 
 from bft_ref.book import checks
-from tests.book.small import book, code, md
-
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-each_notebook = pytest.mark.parametrize(
-    "path", NOTEBOOKS, ids=lambda path: path.stem
-)
+from bft_ref.book.folding import ANSWER
+from tests.book.small import book, code, each_notebook, md
 
 
 @each_notebook
@@ -109,10 +104,15 @@ def test_a_large_notebook_is_noticed(tmp_path: Path):
 def exercise(number: int, solved: bool = True) -> list:
     """An exercise's cells."""
     head = f"### Exercise 2.{number} (10 minutes, level 2)\n\nShow it."
+    asked = [md(head), code(ANSWER)]
     if not solved:
-        return [md(head + "\n\nFor the classroom.")]
-    folded = "\n\n<details><summary>Solution</summary>\n\nSo.\n\n</details>"
-    return [md(head + folded), code("assert x", "hide-cell")]
+        return asked
+    folded = "<details><summary>Solution</summary>\n\nSo.\n\n</details>"
+    return [
+        *asked,
+        md(folded),
+        code(f"# @title Solution 2.{number}\nassert x"),
+    ]
 
 
 def chapter() -> list:
@@ -153,10 +153,14 @@ def test_a_chapter_with_every_part_passes():
         (6, md("## Tasks"), "no heading 'exercises'"),
         (7, exercise(9)[0], "expected exercises"),
         (7, md("### Exercise 2.1 (10 min)"), "heading is not"),
-        (7, exercise(1, solved=False)[0], "3 exercises with a solution"),
-        (8, code("assert x"), "no solution code"),
-        (15, exercise(5)[0], "without a published solution"),
-        (16, md("## Else"), "no heading 'what to remember'"),
+        (9, md("None."), "3 exercises with a solution"),
+        (8, code("x = 1"), "Exercise 2.1: 0 code cells that hold only"),
+        (9, code(ANSWER), "Exercise 2.1: 2 code cells that hold only"),
+        (10, code("assert x"), "begins with '# @title Solution 2.1'"),
+        (10, code("# @title Solution 2.2\n"), "'# @title Solution 2.1'"),
+        (24, code("x = 1"), "Exercise 2.5: 0 code cells that hold only"),
+        (24, exercise(5)[2], "without a published solution"),
+        (25, md("## Else"), "no heading 'what to remember'"),
     ],
 )
 def test_a_missing_part_is_noticed(at: int, new, said: str):
@@ -164,3 +168,12 @@ def test_a_missing_part_is_noticed(at: int, new, said: str):
     cells[at] = new
     found = checks.skeleton_complaints(book(*cells), 2)
     assert any(said in complaint for complaint in found), found
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 3, 1, 2]])
+def test_a_solution_before_the_answer_is_noticed(order: list[int]):
+    cells = chapter()
+    first = exercise(1)
+    cells[7:11] = [first[at] for at in order]
+    (found,) = checks.exercise_complaints(book(*cells), 2)
+    assert "Exercise 2.1: its solution stands before" in found
