@@ -238,3 +238,18 @@ def test_a_cache_of_a_layer_with_another_prior_is_refused(first):
     with pytest.raises(ValueError, match="^cache: expected .*prior_scale"):
         make_layer(prior_scale=second)(belief, cache=cache)
     assert cache.length == 5
+
+
+@pytest.mark.parametrize("steps", [[2, 2, 1], [4, 1], [1] * 5])
+def test_what_is_hidden_may_be_nan_with_a_cache_too(steps):
+    """The mask counts the cached tokens: its end is that of the newest."""
+    model, belief = make_encoder(2), make_belief()
+    hidden = left_padding(2, 5, [2, 4])
+    hidden[1, 3] = True
+    expected = decode(model, belief, steps, hidden)
+    lost = Belief(
+        *(x.masked_fill(hidden.unsqueeze(-1), torch.nan) for x in belief)
+    )
+    found = decode(model, lost, steps, hidden)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[~hidden], y[~hidden])

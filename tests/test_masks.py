@@ -350,3 +350,18 @@ def test_a_mask_in_the_place_of_is_causal_is_refused(implementation):
         layer(make_belief(), None, None, later)
     found = layer(make_belief(), later, is_causal=None)
     torch.testing.assert_close(found.mean, layer(make_belief(), later).mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float32])
+def test_the_lowest_number_of_a_dtype_hides(dtype):
+    """In float16 it is −65504: a key of log λ̄ 10⁵ would shine through."""
+    layer, (mean, log) = make_layer(), make_belief()
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    hidden[:, 1] = True
+    log[:, 1] = 1e5
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(2, 5, dtype=dtype).masked_fill(hidden, lowest)
+    expected = layer(Belief(mean, log), None, hidden)
+    for masks in [(None, mask), (mask[0].expand(5, 5), None)]:
+        found = layer(Belief(mean, log), *masks)
+        torch.testing.assert_close(found.mean, expected.mean)

@@ -491,3 +491,12 @@ def test_the_length_of_a_batch_is_a_whole_number(length):
 def test_an_id_beyond_int64_does_not_wrap_around():
     with pytest.raises(ValueError, match=f"^rows: .*got {2**63 + 5}"):
         as_batch([[2**63 + 5]], 4)
+
+
+def test_padding_beyond_the_length_comes_back_as_zeros():
+    net = make()
+    items = torch.zeros(2, LENGTH + 3, dtype=torch.long)
+    items[0, 3:], items[1, :2] = 1 + torch.arange(LENGTH), 5
+    hidden = net(items)
+    assert (hidden[0, :3] == 0).all() and (hidden[1, LENGTH:] == 0).all()
+    torch.testing.assert_close(hidden[0, 3:], net(items[:1, 3:])[0])
