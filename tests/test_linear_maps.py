@@ -201,6 +201,8 @@ SHAPES = [
 ]
 
 
+# two adapters are what is tested
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize("arguments", SHAPES, ids=label)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_modules_do_is_what_the_belief_knows(change, arguments):
@@ -388,6 +390,8 @@ def test_an_adapter_in_low_precision():
 EVERYWHERE = [*NAMES, "norm1", "norm2", "activation"]
 
 
+# beliefs that need no gradient are the usual input of a first layer
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(
     "kind", ["forward", "pre", "backward", "pre-backward"]
 )
