@@ -65,7 +65,8 @@ test: $(VENV)/test.stamp
 notebooks: $(VENV)/test.stamp
 	@$(BIN)/python book/site/repo.py
 	@BFT_FACTS=record $(BIN)/python -m bft_ref.book.execute \
-	  $(or $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb)), \
+	  $(or $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb \
+	  notebooks/template/$(or $(ONLY),[0-9])*.ipynb)), \
 	  $(error ONLY: no notebook begins with '$(ONLY)'))
 
 set-repo: $(VENV)/build.stamp
@@ -86,7 +87,7 @@ dist: $(VENV)/test.stamp
 	  $(BIN)/python -m tests.release $(TAG)
 
 clean:
-	rm -rf _build dist $(VENV)
+	rm -rf _build notebooks/_build dist $(VENV)
 
 # One environment, two stamps: reading the book needs no torch.
 $(VENV)/build.stamp: requirements-build.txt

@@ -51,6 +51,15 @@ def neighbour_variance(
     return log.clamp(lowest, highest).exp().squeeze(-1)
 
 
+def _at_least_one(n_eff: Tensor) -> Tensor:
+    """n, or 1 for an empty row; the slope at n = 1 is that of n.
+
+    That of ``clamp`` at its own bound is 1 in some versions, 0 in others.
+    """
+    n = wide(n_eff)
+    return torch.where(n < 1, 1.0, n)
+
+
 def posterior_scale(
     dispersion: Tensor,
     n_eff: Tensor,
@@ -67,7 +76,7 @@ def posterior_scale(
     Equation (5.6); the prior is the paper's, ν₀ = 1 ours.
     """
     checks.number("prior_dof", prior_dof, 0.0)
-    d, n, s0 = wide(dispersion), wide(n_eff).clamp(min=1.0), wide(prior_scale)
+    d, n, s0 = wide(dispersion), _at_least_one(n_eff), wide(prior_scale)
     dof = prior_dof + n - 1
     return prior_dof / dof * s0 + n / dof * d
 
@@ -92,7 +101,7 @@ def observation_variance(
     """
     checks.choice("reading", reading, READINGS)
     s2 = posterior_scale(dispersion, n_eff, prior_scale, prior_dof)
-    n = wide(n_eff).clamp(min=1.0)
+    n = _at_least_one(n_eff)
     if reading == "prediction":
         s2 = s2 * ((n + 1) / n)
     elif reading == "mean":
