@@ -388,7 +388,7 @@ def test_batched_gradients_of_the_kernels():
 
 
 @pytest.mark.parametrize(
-    "frozen", itertools.product([True, False], repeat=3), ids=label
+    "frozen", list(itertools.product([True, False], repeat=3)), ids=label
 )
 def test_second_derivatives_with_some_inputs_frozen(frozen):
     """And of the precision alone, which may leave the mean out."""
