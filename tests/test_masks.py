@@ -70,8 +70,6 @@ def last_two(batch=2):
 )
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_padding_hides_whatever_stands_there(config, mean, log, trace):
-    if trace and config.get("implementation"):
-        return
     model = make_encoder(2, dtype=torch.float32, **config)
     belief = make_belief(tokens=TOKENS, dtype=torch.float32)
     hidden = last_two()
@@ -175,7 +173,8 @@ def test_blocks_take_every_mask(small_blocks, case, is_causal):
         grads = torch.autograd.grad(loss, (q, k, v, log))
         results.append((*out, *grads))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
-    assert (results[0][2] == 0).any() or "attn_mask" in masks
+    # the others need not have a row that sees nothing
+    assert (results[0][2] == 0).any() or case in (3, 4, 7)
 
 
 @pytest.fixture
