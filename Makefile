@@ -36,7 +36,7 @@ help:
 	@echo "PyTorch with CUDA instead of the build for CPUs"
 
 book: $(VENV)/build.stamp
-	@$(BIN)/python book/site/build.py
+	@$(BIN)/python -m book.tools.build
 
 serve: book
 	@echo "http://localhost:$(PORT)/  (stop with Ctrl-C)"
@@ -44,7 +44,7 @@ serve: book
 	  --bind 127.0.0.1
 
 archive: book
-	@$(BIN)/python book/site/build.py --archive
+	@$(BIN)/python -m book.tools.build --archive
 
 install: $(VENV)/test.stamp
 
@@ -63,14 +63,14 @@ test: $(VENV)/test.stamp
 	@$(BIN)/python tests/run.py
 
 notebooks: $(VENV)/test.stamp
-	@$(BIN)/python book/site/repo.py
-	@BFT_FACTS=record $(BIN)/python -m bft_ref.book.execute \
+	@$(BIN)/python -m book.tools.repo
+	@BFT_FACTS=record $(BIN)/python -m book.tools.execute \
 	  $(or $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb \
 	  notebooks/template/$(or $(ONLY),[0-9])*.ipynb)), \
 	  $(error ONLY: no notebook begins with '$(ONLY)'))
 
 set-repo: $(VENV)/build.stamp
-	@$(BIN)/python book/site/repo.py $(if $(REPO),--set "$(REPO)") \
+	@$(BIN)/python -m book.tools.repo $(if $(REPO),--set "$(REPO)") \
 	  $(if $(BRANCH),--branch "$(BRANCH)") $(if $(REF),--ref "$(REF)")
 
 mutants: $(VENV)/test.stamp
@@ -80,7 +80,7 @@ test-colab: $(VENV)/test.stamp
 	@$(BIN)/python tests/colab.py
 
 links: $(VENV)/build.stamp
-	@$(BIN)/python book/site/build.py --builder linkcheck
+	@$(BIN)/python -m book.tools.build --builder linkcheck
 
 dist: $(VENV)/test.stamp
 	@$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX)" PIP_RETRIES=1) \
@@ -91,7 +91,7 @@ clean:
 
 # One environment, two stamps: reading the book needs no torch.
 $(VENV)/build.stamp: requirements-build.txt
-	@sh book/site/venv.sh "$(VENV)" "$(PYTHON)"
+	@sh book/tools/venv.sh "$(VENV)" "$(PYTHON)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -r requirements-build.txt
 	@touch $@

@@ -1,10 +1,10 @@
 """The Bayesian Filtering Transformer: the code of the book."""
 
-from bft_ref.attention import attend
 from bft_ref.belief import Belief, discount, fuse
 from bft_ref.cache import KeyValueCache
 from bft_ref.encoder import BFTEncoder
-from bft_ref.initial import ItemPrecision, MLPPrecision
+from bft_ref.fast.attention import attend
+from bft_ref.initial_precision import ItemPrecision, MLPPrecision
 from bft_ref.kalman import (
     gain,
     local_level_filter,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bft_ref import checks
 from bft_ref.belief import wide
-from bft_ref.fused import (
+from bft_ref.fast.feed_forward import (
     LayerNorm,
     bend,
     bent_feed_forward,

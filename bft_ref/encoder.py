@@ -20,8 +20,8 @@ class BFTEncoder(nn.Module):
     Given a tensor it returns a tensor, given a :class:`Belief` a Belief. A
     tensor starts from the learned precision τ, ``log_initial_precision``,
     (d,) or (1,); a Belief brings its own (from
-    :class:`bft_ref.initial.ItemPrecision`, an MLP, or known measurement
-    errors).
+    :class:`bft_ref.initial_precision.ItemPrecision`, an MLP, or known
+    measurement errors).
 
     Arguments: ``layer``, deep-copied ``num_layers`` times, so that all start
     from the same weights, as in PyTorch; ``norm``, a final module on the mean;

@@ -1,7 +1,7 @@
 """Kriging, and attention as kriging: the readable reference.
 
 Everything here holds the T×T weights in memory and says what it means;
-:mod:`bft_ref.attention` computes the same numbers without them.
+:mod:`bft_ref.fast.attention` computes the same numbers without them.
 """
 
 from collections.abc import Callable

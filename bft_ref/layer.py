@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bft_ref import checks, delta, reml
-from bft_ref.attention import IMPLEMENTATIONS, attend
 from bft_ref.belief import Belief, cast_on, log_mean_exp, wide
 from bft_ref.cache import KeyValueCache, all_or_nothing
+from bft_ref.fast.attention import IMPLEMENTATIONS, attend
 from bft_ref.kalman import update
 from bft_ref.kriging import hidden_and_bias
 from bft_ref.linear_maps import apply, is_linear, is_watched, squared_map

@@ -27,7 +27,7 @@ BUDGET = (
 
 
 def runs(data: str) -> dict[str, list[str]]:
-    """Name → arguments of ``python -m bft_ref.train``, seed by seed."""
+    """Name → arguments of ``python -m bft_ref.recsys.train``, seed by seed."""
     return {
         f"{data}-sasrec-{arm}-s{seed}": (
             f"--data {data} --seed {seed} {BUDGET} {ARMS[arm]}".split()
@@ -56,7 +56,7 @@ def train(
         if is_done(name, part):
             return
         output = work / f"{name}-{part}.json"
-        command = [sys.executable, "-m", "bft_ref.train", *arguments]
+        command = [sys.executable, "-m", "bft_ref.recsys.train", *arguments]
         command += ["--output", str(output), "--quiet"]
         command += ["--checkpoint", str(work / f"{name}.pt")]
         command += ["--data-dir", data_dir] if data_dir else []

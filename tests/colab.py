@@ -38,7 +38,7 @@ def interpreter() -> str:
 
 def requirement(root: Path = ROOT) -> str:
     """What the notebooks' install cell asks pip for: "bft_ref[...]"."""
-    source = (root / "book" / "site" / "repo.py").read_text("utf8")
+    source = (root / "book" / "tools" / "repo.py").read_text("utf8")
     (found,) = re.findall(r'"(bft_ref\[?[\w,]*\]?) @ \$book"', source)
     return found
 

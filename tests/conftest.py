@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bft_ref.book.facts import missing
+from bft_ref.notebook.facts import missing
 
 HERE = Path(__file__).parent
 #: The readable layer, for ``make check``: half a minute of one core, imports
@@ -14,13 +14,27 @@ CORE = {
     # chapters 4 and 5 integrate numerically, as long as all others together
     *HERE.glob("equations/test_chapter_0[1-36-9].py"),
     *(
-        HERE / f"test_{name}.py"
+        HERE / "unit" / f"test_{name}.py"
         for name in [
-            *["belief", "kriging", "reml", "kalman", "delta", "initial"],
-            *["layer", "encoder", "rotary", "cache", "checks", "properties"],
+            *["belief", "kriging", "reml", "kalman", "delta"],
+            *[
+                "initial_precision",
+                "layer",
+                "encoder",
+                "rotary",
+                "cache",
+                "checks",
+                "properties",
+            ],
         ]
     ),
 }
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return HERE.parent
 
 
 class EveryFact(pytest.Item):

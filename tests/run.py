@@ -25,11 +25,11 @@ CHECKS = {
     "format": ["ruff", "format", "--quiet", "--check", *CODE],
     "spelling": ["codespell_lib"],
     "types": ["mypy"],
-    "addresses": ["book/site/repo.py", "--check"],
+    "addresses": ["book.tools.repo", "--check"],
     "workflows": ["zizmor", "--offline", "--quiet", ".github"],
     # in one process: a second spends what it saves on importing torch
     "core": ["pytest", "-q", "-m", "core", "tests"],
-    "book": ["book/site/build.py"],
+    "book": ["book.tools.build"],
     # tests last: the line they end with is the one to read
     "tests": [
         "pytest",
@@ -43,7 +43,7 @@ CHECKS = {
 REPAIRS = {
     "repair lint": ["ruff", "check", "--quiet", "--fix", *CODE],
     "repair format": ["ruff", "format", "--quiet", *CODE],
-    "repair addresses": ["book/site/repo.py"],
+    "repair addresses": ["book.tools.repo"],
 }
 GROUPS = {
     "all": [name for name in CHECKS if name != "core"],  # "tests" has them

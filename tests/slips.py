@@ -25,7 +25,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 SLIPS = ROOT / "tests" / "slips.toml"
-PAGE = ROOT / "book" / "slips.md"
+PAGE = ROOT / "book" / "pages" / "slips.md"
 LIMIT = 600  # seconds for one run of the tests
 # What the tests import besides the package.
 LIBRARIES = [
@@ -94,6 +94,12 @@ def read(path: Path = SLIPS) -> list[Slip]:
     ]
 
 
+def module(name: str) -> Path:
+    """Where the tests of a module are: "fast/attention" is in unit/fast."""
+    path = Path("tests", "unit", name)
+    return path.with_name(f"test_{path.name}.py")
+
+
 def copied(folder: Path) -> Path:
     """A copy of the package and its tests in ``folder``."""
     ignore = shutil.ignore_patterns("__pycache__", "book")
@@ -108,7 +114,7 @@ def tested(folder: Path, tests: Iterable[str]) -> Outcome:
     """Run test modules of the copy, up to the first failure."""
     report, log = folder / "report.xml", folder / "log"
     report.unlink(missing_ok=True)
-    files = [f"tests/test_{name}.py" for name in tests]
+    files = [str(module(name)) for name in tests]
     started = time.monotonic()
     process = processes().Process(
         target=_pytest, args=(folder, [f"--junitxml={report}", *files], log)

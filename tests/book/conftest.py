@@ -11,12 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
-    """The repository."""
-    return ROOT
-
-
-@pytest.fixture(scope="session")
 def site() -> Path:
     """The built site: ``make test`` builds it before the tests run."""
     built = ROOT / "_build" / "html"
@@ -30,18 +24,22 @@ def small_book(tmp_path: Path) -> Path:
     """A two-page book with the real settings, quick to build."""
     for name in ["_config.yml", "pyproject.toml"]:
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(
-        ROOT / "book" / "site",
-        tmp_path / "book" / "site",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    for name in ["site", "tools"]:
+        shutil.copytree(
+            ROOT / "book" / name,
+            tmp_path / "book" / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    pages = tmp_path / "book" / "pages"
+    pages.mkdir()
     (tmp_path / "bft_ref").mkdir()
     (tmp_path / "bft_ref" / "__init__.py").write_text('"""Nothing."""\n')
     (tmp_path / "book" / "references.bib").write_text("")
-    (tmp_path / "book" / "intro.md").write_text("# A book\n\nText.\n")
-    (tmp_path / "book" / "page.md").write_text("# A page\n\nText.\n")
+    (pages / "intro.md").write_text("# A book\n\nText.\n")
+    (pages / "page.md").write_text("# A page\n\nText.\n")
     (tmp_path / "_toc.yml").write_text(
-        "format: jb-book\nroot: book/intro\nchapters:\n- file: book/page\n"
+        "format: jb-book\nroot: book/pages/intro\n"
+        "chapters:\n- file: book/pages/page\n"
     )
     return tmp_path
 
@@ -52,7 +50,7 @@ def build():
 
     def run(source: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, source / "book" / "site" / "build.py"],
+            [sys.executable, "-m", "book.tools.build"],
             cwd=source,
             capture_output=True,
             text=True,

@@ -17,7 +17,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from bft_ref.book import Frame, facts, figures, sliders
+from bft_ref.notebook import Frame, facts, figures, sliders
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -304,7 +304,10 @@ def test_one_button_opens_and_closes_every_proof(browser: Browser, site: Path):
 
 
 def test_no_proofs_no_button(browser: Browser, site: Path):
-    with opened(browser, site / "book" / "notation.html") as (page, _):
+    with opened(browser, site / "book" / "pages" / "notation.html") as (
+        page,
+        _,
+    ):
         assert page.locator("article h1").count() == 1
         assert page.get_by_role("button", name="proofs").count() == 0
 

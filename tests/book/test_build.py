@@ -14,6 +14,7 @@ import yaml
 
 from tests.book import links
 
+PAGE = "_build/html/book/pages/page.html"
 # At every start of Python: what the build environment lacks is not found.
 BLOCKED = """
 import sys
@@ -96,7 +97,7 @@ def test_an_unlisted_or_missing_notebook_is_noticed(tmp_path: Path):
 
 
 def test_a_warning_fails_the_build_the_second_time_too(small_book, build):
-    page = small_book / "book" / "page.md"
+    page = small_book / "book" / "pages" / "page.md"
     page.write_text("# A page\n\n[Nowhere](missing.md)\n")
     first, second = build(small_book), build(small_book)
     assert first.returncode != 0
@@ -121,20 +122,20 @@ def test_the_book_is_built_without_torch(
 ):
     (small_book / "bft_ref" / "__init__.py").write_text("import torch\n")
     (small_book / "bft_ref" / "thing.py").write_text(MODULE)
-    (small_book / "book" / "page.md").unlink()
-    (small_book / "book" / "page.rst").write_text(
+    (small_book / "book" / "pages" / "page.md").unlink()
+    (small_book / "book" / "pages" / "page.rst").write_text(
         "A page\n======\n\n.. api-modules:: bft_ref\n"
     )
     done = build(small_book)
     assert done.returncode == 0, done.stderr
-    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    page = links.read(small_book / PAGE)
     assert [tag["id"] for tag in page.select("dt[id]")] == [
         "bft_ref.thing.Layer",
         "bft_ref.thing.Layer.half",
         "bft_ref.thing.Layer.width",
         "bft_ref.thing.twice",
     ]
-    programs = ["book/site/repo.py", "--help"], ["-c", "import torch"]
+    programs = ["-m", "book.tools.repo", "--help"], ["-c", "import torch"]
     assert [
         subprocess.run(
             [sys.executable, *program], cwd=root, capture_output=True
@@ -151,17 +152,17 @@ def test_a_table_of_pandas_has_no_empty_heading(small_book, build):
         outputs=[nbformat.v4.new_output("display_data", {"text/html": table})],
     )
     title = nbformat.v4.new_markdown_cell("# A page")
-    (small_book / "book" / "page.md").unlink()
+    (small_book / "book" / "pages" / "page.md").unlink()
     nbformat.write(
         nbformat.v4.new_notebook(
             cells=[title, cell],
             metadata={"language_info": {"name": "python"}},
         ),
-        small_book / "book" / "page.ipynb",
+        small_book / "book" / "pages" / "page.ipynb",
     )
     done = build(small_book)
     assert done.returncode == 0, done.stderr
-    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    page = links.read(small_book / PAGE)
     cells = page.select_one("article .output.text_html > table").find_all(
         ["th", "td"]
     )
@@ -170,7 +171,7 @@ def test_a_table_of_pandas_has_no_empty_heading(small_book, build):
 
 def test_thebe_is_left_out(small_book, build):
     assert build(small_book).returncode == 0
-    page = links.read(small_book / "_build" / "html" / "book" / "page.html")
+    page = links.read(small_book / PAGE)
     assert not [
         script
         for script in page.find_all("script")
@@ -179,7 +180,7 @@ def test_thebe_is_left_out(small_book, build):
 
 
 def test_the_reference_says_how_to_run_each_program(site: Path, root: Path):
-    text = links.read(site / "book" / "api.html").article.get_text()
+    text = links.read(site / "book" / "pages" / "api.html").article.get_text()
     for path in root.glob("bft_ref/**/*.py"):
         if "typer.Typer(" in path.read_text("utf8"):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
@@ -216,14 +217,14 @@ def test_published_sources_are_those_of_the_contents(site: Path, root: Path):
 
 
 def test_equations_have_anchors_and_are_linked(small_book, build):
-    (small_book / "book" / "intro.md").write_text(
+    (small_book / "book" / "pages" / "intro.md").write_text(
         f"# A book\n\n{NUMBERED}\nBy (9.1), not (9.2) nor `(9.1)`.\n"
     )
-    (small_book / "book" / "page.md").write_text(
+    (small_book / "book" / "pages" / "page.md").write_text(
         "# A page (9.1)\n\nSee (9.1) again, in $(9.1)$.\n"
     )
     assert build(small_book).returncode == 0
-    html = small_book / "_build" / "html" / "book"
+    html = (small_book / PAGE).parent
     intro, page = (links.read(html / f"{n}.html") for n in ["intro", "page"])
     assert "a = b" in intro.find(id="eq-9-1").get_text()
     to = "a.number"
@@ -234,20 +235,22 @@ def test_equations_have_anchors_and_are_linked(small_book, build):
 
 def test_one_number_for_two_equations_is_a_warning(small_book, build):
     for name in ["intro", "page"]:
-        (small_book / "book" / f"{name}.md").write_text(
+        (small_book / "book" / "pages" / f"{name}.md").write_text(
             f"# {name}\n\n{NUMBERED}"
         )
     failed = build(small_book)
     assert failed.returncode != 0
-    assert "equation (9.1) is also in book/" in failed.stderr
+    assert "equation (9.1) is also in book/pages/" in failed.stderr
 
 
 def test_a_badge_is_a_link_without_its_image(small_book, build):
     badge = "[![Open](https://example.org/a.svg)](https://example.org/b)"
-    (small_book / "book" / "page.md").write_text(f"# A page\n\n{badge}\n")
+    (small_book / "book" / "pages" / "page.md").write_text(
+        f"# A page\n\n{badge}\n"
+    )
     assert build(small_book).returncode == 0
     site = small_book / "_build" / "html"
-    page = links.read(site / "book" / "page.html")
+    page = links.read(site / "book" / "pages" / "page.html")
     (link,) = page.select('a[href="https://example.org/b"]')
     assert link.get_text() == "Open"
     assert links.loaded_from_outside(site) == []
@@ -270,7 +273,7 @@ def test_what_a_page_loads_from_outside_is_noticed(tmp_path: Path):
 def test_maths_is_served_from_the_site_itself(site: Path):
     with_maths = [
         page
-        for page in map(links.read, site.rglob("book/*.html"))
+        for page in map(links.read, site.rglob("book/pages/*.html"))
         if page.select(".math")
     ]
     assert with_maths
@@ -306,7 +309,7 @@ def test_a_dead_link_and_a_dead_anchor_are_noticed(tmp_path: Path):
 def venv(tmp_path: Path, root: Path, path: Path, *wanted: str):
     """Ask for an environment where only the programs in ``path`` exist."""
     return subprocess.run(
-        ["/bin/sh", root / "book/site/venv.sh", tmp_path / "env", *wanted],
+        ["/bin/sh", root / "book/tools/venv.sh", tmp_path / "env", *wanted],
         env={"PATH": str(path)},
         capture_output=True,
         text=True,
@@ -384,11 +387,8 @@ def test_requirements_are_what_is_installed(root: Path):
 def test_the_archive_is_one_folder_with_the_whole_site(small_book, build):
     assert build(small_book).returncode == 0
     subprocess.run(
-        [
-            sys.executable,
-            small_book / "book" / "site" / "build.py",
-            "--archive",
-        ],
+        [sys.executable, "-m", "book.tools.build", "--archive"],
+        cwd=small_book,
         check=True,
     )
     built = small_book / "_build"

@@ -5,14 +5,14 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from bft_ref.book import checks
+from book.tools import checks
 from tests.book.small import book, code, md
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 PROOFS = sorted((ROOT / "tests" / "equations").glob("test_*.py"))
 MODULES = sorted(ROOT.glob("bft_ref/**/*.py"))
-PAGES = sorted([*ROOT.glob("book/*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*ROOT.glob("book/pages/*.md"), *ROOT.glob("*.md")])
 
 
 @pytest.fixture(scope="module")

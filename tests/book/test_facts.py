@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from bft_ref.book import chapter, checks, fact, facts, prose
+from bft_ref.notebook import chapter, fact, facts
+from book.tools import checks, prose
 from tests.book.small import NOTEBOOKS, ROOT, each_notebook
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("book/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("book/pages/*.md")])
 
 FACTS = {
     "gain": {"value": 0.7714, "tol": 1e-8},

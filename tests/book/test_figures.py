@@ -11,7 +11,7 @@ import pytest
 from matplotlib import pyplot as plt
 from PIL import Image
 
-from bft_ref.book import chapter, fact, facts, figure, figures
+from bft_ref.notebook import chapter, fact, facts, figure, figures
 
 X = np.linspace(0.0, 2.5, 40)
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_output
 
-from bft_ref.book import folding
+from book.tools import folding
 from tests.book.small import NOTEBOOKS, TEMPLATE, book, code, each_notebook, md
 
 # Cells that show more lines than a reader takes in at once, by chapter. Each

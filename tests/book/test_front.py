@@ -41,7 +41,7 @@ def test_the_example_of_the_readme_runs(root: Path, tmp_path: Path):
 
 
 def test_the_quick_starts_run(root: Path, tmp_path: Path):
-    page = root / "book" / "how-to.md"
+    page = root / "book" / "pages" / "how-to.md"
     blocks = examples(page)
     assert len(blocks) == 3
     assert all(len(b.replace("\n\n", "\n").splitlines()) <= 11 for b in blocks)
@@ -61,7 +61,7 @@ def test_the_quick_starts_run(root: Path, tmp_path: Path):
 
 def test_one_layer_on_one_page_is_the_layer(root: Path):
     page = {}
-    exec(code_of(root / "book" / "one-layer.md"), page)
+    exec(code_of(root / "book" / "pages" / "one-layer.md"), page)
     torch.manual_seed(0)
     d, T, width = 6, 5, 10
     ours = bft_ref.BFTLayer(
@@ -103,13 +103,13 @@ def test_from_torch_is_what_the_readme_promises():
 
 
 def test_every_public_name_is_in_the_reference(site: Path):
-    page = links.read(site / "book" / "api.html")
+    page = links.read(site / "book" / "pages" / "api.html")
     documented = {tag["id"].split(".")[-1] for tag in page.select("dt[id]")}
     assert set(bft_ref.__all__) <= documented
 
 
 def test_every_notation_is_a_name_of_the_notation_table(root: Path):
-    table = (root / "book" / "notation.md").read_text("utf8")
+    table = (root / "book" / "pages" / "notation.md").read_text("utf8")
     for name in bft_ref.Belief._fields:
         assert f"`{name}`" in table
 
@@ -117,7 +117,7 @@ def test_every_notation_is_a_name_of_the_notation_table(root: Path):
 def test_prerequisites_have_the_minutes_of_each_chapter(root: Path):
     rows = re.findall(
         r"(?m)^\| (\d+) \| (.*?) \|.*\| (\d+) \|$",
-        (root / "book" / "prerequisites.md").read_text("utf8"),
+        (root / "book" / "pages" / "prerequisites.md").read_text("utf8"),
     )
     chapters = sorted((root / "notebooks").glob("[0-9]*.ipynb"))
     assert len(rows) == len(chapters)
@@ -148,7 +148,7 @@ def test_one_layer_prints_on_one_page(site: Path, tmp_path: Path):
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
         )
         page = browser.new_page()
-        page.goto((site / "book" / "one-layer.html").as_uri())
+        page.goto((site / "book" / "pages" / "one-layer.html").as_uri())
         page.wait_for_selector("mjx-container")
         page.wait_for_function("MathJax.startup.promise.then(() => true)")
         margin = dict.fromkeys(["top", "bottom", "left", "right"], "12mm")

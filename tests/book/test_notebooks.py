@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_output
 
-from bft_ref.book import checks, execute
+from book.tools import checks, execute
 from tests.book.small import (
     NOTEBOOKS,
     ROOT,
@@ -123,7 +123,7 @@ def test_a_cell_left_out_without_need_or_safeguard_is_noticed(cells, text):
 
 
 SMALL = """
-    from bft_ref.book import chapter, fact
+    from bft_ref.notebook import chapter, fact
     chapter("02-small")
     ---
     gain = 0.7714

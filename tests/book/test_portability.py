@@ -5,8 +5,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from bft_ref.book import checks
-from bft_ref.book.folding import ANSWER
+from book.tools import checks
+from book.tools.folding import ANSWER
 from tests.book.small import book, code, each_notebook, md
 
 

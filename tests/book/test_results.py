@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bft_ref.book import results
+from bft_ref.notebook import results
 
 USERS = 8
 #: who had the target where; users not named had it beyond the list
@@ -187,7 +187,7 @@ def test_what_made_a_run(stored):
 def test_results_come_with_the_package(tmp_path, monkeypatch):
     """Beside the package in a repository, else inside of it."""
     assert results.folder().name == "results"
-    assert (results.folder() / "grid.py").is_file()
+    assert (results.folder() / "beauty-strata.json").is_file()
     package = tmp_path / "site" / "bft_ref"
     monkeypatch.setattr(results.resources, "files", lambda name: package)
     assert results.folder() == package / "results"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bs4 import BeautifulSoup
 
-from bft_ref.book import Frame, chapter, facts, slider, sliders
+from bft_ref.notebook import Frame, chapter, facts, slider, sliders
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))

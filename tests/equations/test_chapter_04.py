@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import integrate, linalg, optimize, stats
 
-from bft_ref.book.data import gravity, silicon
 from bft_ref.kriging import dispersion, effective_sample_size
+from bft_ref.notebook.examples import gravity, silicon
 from bft_ref.reml import reml_variance
 from tests.equations import equation
 

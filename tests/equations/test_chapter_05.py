@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from scipy import integrate, optimize, special, stats
 from torch.nn import functional as F
 
-from bft_ref.book.data import silver
+from bft_ref.notebook.examples import silver
 from bft_ref.reml import (
     observation_variance,
     posterior_scale,

@@ -17,8 +17,8 @@ from torch.func import jacrev
 
 from bft_ref import Belief, BFTConfig, BFTEncoder, delta, update
 from bft_ref.reml import observation_variance
-from tests.builders import label, make_belief, make_layer
 from tests.equations import equation
+from tests.factories import label, make_belief, make_layer
 
 F64 = torch.float64
 CONFIGS = [

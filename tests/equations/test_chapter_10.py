@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bft_ref import Belief, BFTConfig, BFTLayer
-from bft_ref.attention import attend
-from bft_ref.bench import StandardLayer, flops
-from bft_ref.fused import weighted_columns
+from bft_ref.fast.attention import attend
+from bft_ref.fast.feed_forward import weighted_columns
 from bft_ref.kriging import dispersion, kriging_weights
+from bft_ref.notebook.bench import StandardLayer, flops
 from tests.equations import equation
 
 T, DH = 9, 6

@@ -15,10 +15,10 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from bft_ref import Belief, BFTConfig, BFTLayer, delta
-from bft_ref.book.data import engel
 from bft_ref.kriging import kriging_attention, kriging_weights
-from bft_ref.models.base import ModelConfig
-from bft_ref.models.hstu import HSTULayer
+from bft_ref.notebook.examples import engel
+from bft_ref.recsys.models.base import ModelConfig
+from bft_ref.recsys.models.hstu import HSTULayer
 from bft_ref.reml import (
     observation_variance,
     precision_weights,

@@ -23,11 +23,11 @@ from bft_ref import (
     discount,
     kalman,
 )
-from bft_ref.book.data import gravity, schools
 from bft_ref.delta import predict
 from bft_ref.kriging import kriging_attention
-from bft_ref.models.base import ModelConfig
-from bft_ref.models.sasrec import SASRec
+from bft_ref.notebook.examples import gravity, schools
+from bft_ref.recsys.models.base import ModelConfig
+from bft_ref.recsys.models.sasrec import SASRec
 from tests.equations import equation
 
 Q = 50.0

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 
-from bft_ref import BFTConfig, metrics
-from bft_ref.data import Sequences
-from bft_ref.models import ModelConfig, SASRec
-from bft_ref.train import next_item_loss
-from bft_ref.train.mechanism import _constant_gains
+from bft_ref import BFTConfig
+from bft_ref.recsys import metrics
+from bft_ref.recsys.data import Sequences
+from bft_ref.recsys.models import ModelConfig, SASRec
+from bft_ref.recsys.train import next_item_loss
+from bft_ref.recsys.train.diagnostics import _constant_gains
 from tests.equations import equation
 
 

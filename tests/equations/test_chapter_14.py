@@ -22,10 +22,10 @@ from bft_ref import (
     local_level_filter,
     steady_state_precision,
 )
-from bft_ref.book.data import nile
-from bft_ref.data import simulate
-from bft_ref.models import ModelConfig, build
-from bft_ref.train import training_batches
+from bft_ref.notebook.examples import nile
+from bft_ref.recsys.data import simulate
+from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.train import training_batches
 from tests.equations import equation
 
 R, Q = 15098.52, 1469.18

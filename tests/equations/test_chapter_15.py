@@ -15,9 +15,9 @@ from numpy.testing import assert_allclose
 from scipy import integrate, optimize, special, stats
 
 from bft_ref import BFTConfig, kalman
-from bft_ref.data import Sequences, simulate
-from bft_ref.models import ModelConfig, build
-from bft_ref.train import TrainConfig, fit
+from bft_ref.recsys.data import Sequences, simulate
+from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.train import TrainConfig, fit
 from tests.equations import equation
 
 BETAS = [(0.9, 0.98), (0.9, 0.999), (0.5, 0.6)]

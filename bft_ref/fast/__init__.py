@@ -1,0 +1,1 @@
+"""The same numbers sooner: attention in chunks, one pass through the FFN."""

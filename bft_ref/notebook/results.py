@@ -1,0 +1,162 @@
+"""The stored runs of the recommendation chapters, read and compared.
+
+A run is the JSON that ``python -m bft_ref.recsys.train`` writes; its name is
+``<data>-<model>-<variant>-s<seed>``. Variants and seeds are those of
+``experiments/grid.py``.
+"""
+
+import json
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from bft_ref.checks import choice
+from bft_ref.recsys.metrics import Difference, Ranking, paired_bootstrap
+
+Run = dict[str, Any]
+#: the two kinds of strata, and the index of the rarest targets in the first
+KINDS = ("frequency", "history")
+RAREST = ("frequency", 0)
+
+
+def folder() -> Path:
+    """Where the runs are: in the repository, or else in the package."""
+    package = Path(str(resources.files("bft_ref")))
+    beside = package.parent / "results"
+    return beside if beside.is_dir() else package / "results"
+
+
+def names() -> list[str]:
+    """The names of all stored runs of a trained model."""
+    found = (p.stem for p in folder().glob("*.json"))
+    return sorted(n for n in found if re.search(r"-s\d+$", n))
+
+
+@cache
+def load(name: str) -> Run:
+    """One stored file, by its name without ``.json``.
+
+    Raises: FileNotFoundError that names the runs there are.
+    """
+    path = folder() / f"{name}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"name: expected a stored run out of {', '.join(names())}; "
+            f"got {name!r}"
+        )
+    return json.loads(path.read_text("utf8"))
+
+
+def runs(
+    data: str,
+    variant: str,
+    model: str = "sasrec",
+    part: str = "validation",
+) -> list[Run]:
+    """A variant's runs that ranked ``part``, by seed; [] if there are none."""
+    form = re.compile(re.escape(f"{data}-{model}-{variant}") + r"-s(\d+)")
+    matches = (form.fullmatch(name) for name in names())
+    found = {int(m[1]): m[0] for m in matches if m}
+    each = (load(found[seed]) for seed in sorted(found))
+    return [run for run in each if part in run]
+
+
+def of_users(
+    runs: list[Run],
+    part: str = "validation",
+    metric: str = "NDCG",
+    stratum: tuple[str, int] | None = None,
+    k: int = 10,
+) -> NDArray[np.float64]:
+    """HR@k or NDCG@k of each user and run, (runs, users).
+
+    ``part`` is ``validation`` or ``test``; ``stratum`` is a kind
+    (``frequency`` of the target, or ``history``) and a quartile 0…3.
+    Raises: ValueError for no runs, runs that have no such part, another
+    metric or stratum, or a k beyond the ranks that were kept.
+    """
+    choice("metric", metric, ("HR", "NDCG"))
+    if not runs or any(part not in run for run in runs):
+        raise ValueError(
+            f"runs: expected at least one run, each with {part!r}, got "
+            f"{[sorted(set(run) & {'validation', 'test'}) for run in runs]}"
+        )
+    rows = []
+    for run in runs:
+        top = run[part]["top"]
+        if not 1 <= k <= top["k"]:
+            raise ValueError(f"k: expected 1 to {top['k']}, got {k!r}")
+        ranking = Ranking.from_top(top)
+        score = {"HR": ranking.hit, "NDCG": ranking.ndcg}[metric]
+        rows.append(score(k))
+    values = np.stack(rows)
+    if stratum is None:
+        return values
+    kind, quartile = stratum
+    choice("stratum", kind, KINDS)
+    if quartile not in range(4):
+        raise ValueError(
+            f"stratum: expected a quartile 0 to 3, got {quartile!r}"
+        )
+    strata = load(f"{runs[0]['data']['name']}-strata")[part][kind]
+    member = np.array(list(strata["of_user"])) == str(quartile)
+    return values[:, member]
+
+
+def difference(
+    a: list[Run],
+    b: list[Run],
+    part: str = "validation",
+    metric: str = "NDCG",
+    stratum: tuple[str, int] | None = None,
+) -> Difference:
+    """b − a with its 95 % interval over users and, where several, seeds.
+
+    Only seeds that both sides have are compared. Raises: ValueError if there
+    is none.
+    """
+    one, other = ({run["seed"]: run for run in side} for side in (a, b))
+    seeds = sorted(one.keys() & other.keys())
+    if not seeds:
+        raise ValueError(
+            f"a, b: expected runs of a common seed, got seeds {sorted(one)} "
+            f"and {sorted(other)}"
+        )
+    a, b = ([side[seed] for seed in seeds] for side in (one, other))
+    return paired_bootstrap(
+        of_users(a, part, metric, stratum), of_users(b, part, metric, stratum)
+    )
+
+
+def peak_megabytes(run: Run) -> float:
+    """Peak memory of the process up to the last epoch; NaN if not kept.
+
+    Runs made before that was recorded have a peak that includes the analyses
+    of a filter after training, which is no cost of training.
+    """
+    return run.get("training_peak_bytes", np.nan) / 1e6
+
+
+def provenance(runs: dict[str, Run]) -> pd.DataFrame:
+    """What made each run: code, machine, time, memory, choice of epoch."""
+    rows = {}
+    for label, run in runs.items():
+        peak = peak_megabytes(run)
+        rows[label] = {
+            "commit": (run["code"]["commit"] or "")[:9],
+            "torch": run["code"]["torch"],
+            "device": run["device"],
+            "best epoch": run["best_epoch"],
+            "epochs": run["epochs"],
+            "CPU s/epoch": run["cpu_seconds_per_epoch"],
+            "peak MB": "–" if np.isnan(peak) else f"{peak:.0f}",
+            "parameters": run["parameters"],
+            "data sha256": run["data"]["sha256"][:12],
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")

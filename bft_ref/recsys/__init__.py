@@ -1,0 +1,1 @@
+"""Sequential recommendation: data, models, training and metrics."""

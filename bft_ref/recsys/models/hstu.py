@@ -1,0 +1,184 @@
+"""HSTU: pointwise attention whose weights need not sum to one."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bft_ref import delta, reml
+from bft_ref.belief import Belief, discount, wide
+from bft_ref.kalman import update
+from bft_ref.layer import LayerTrace, Observation
+from bft_ref.recsys.models.base import ModelConfig, Recommender
+
+TIME_BUCKETS = 129
+EPSILON = 1e-6  # of the norms, as published
+
+
+class HSTULayer(nn.Module):
+    """One HSTU layer (Zhai et al. 2024), plain or as a Bayesian filter.
+
+    (U, V, Q, K) = SiLU(norm(h) W), A = SiLU(QKᵀ + r)/N, N the model's
+    length, e = W_O(U ∘ norm(AV)), h' = h + e; norms without affine map, no
+    FFN; initial weights as published. As a filter: A is reweighted by λ̄,
+    Var(AV) is the sandwich estimate, carried through the norm, U² and W_O² to
+    λ_obs; then h' = h + K ∘ e, and λ is discounted by Q (J = 0). Equations
+    (11.7)–(11.14); our formulas. Of a BFTConfig it reads what these need:
+    ``prior_dof``, ``prior_scale``, ``process_noise``, ``granularity`` and
+    ``project``.
+
+    Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
+    1).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        c = self.config = config
+        self.uvqk = nn.Linear(c.d, 4 * c.d, bias=False)
+        self.out = nn.Linear(c.d, c.d)
+        nn.init.normal_(self.uvqk.weight, std=0.02)
+        nn.init.xavier_uniform_(self.out.weight)
+        if c.bft is not None:
+            features = c.d if c.bft.granularity == "feature" else 1
+            noise = torch.full((features,), c.bft.process_noise)
+            self.log_process_noise = nn.Parameter(noise.log())
+
+    def forward(self, belief, relative: Tensor, trace: bool = False):
+        c = self.config
+        h = belief.mean if c.bft is not None else belief
+        x = delta.normalise(h, None, None, EPSILON)
+        inner = self.uvqk(x.z.to(h.dtype))
+        u, v, q, k = F.silu(inner).chunk(4, -1)
+        v, q, k = (
+            y.unflatten(-1, (c.heads, -1)).transpose(1, 2) for y in (v, q, k)
+        )
+        tokens = h.shape[1]
+        visible = torch.ones(
+            tokens, tokens, dtype=torch.bool, device=h.device
+        ).tril()
+        weights = F.silu(q @ k.mT + relative) / c.length
+        weights = weights.masked_fill(~visible, 0.0)
+        if c.bft is not None:
+            weights = reml.precision_weights(
+                weights, belief.log_token_precision.unsqueeze(1), visible
+            )
+        o = (weights @ v).transpose(1, 2).flatten(-2)
+        normed = delta.normalise(o, None, None, EPSILON)
+        e = self.out(F.dropout(u * normed.z, c.dropout, self.training))
+        if c.bft is None:
+            return h + e
+        log_observed, informative = self._log_precision(
+            weights, v, inner, x, belief, normed, u
+        )
+        log_observed = torch.where(informative, log_observed, -torch.inf)
+        n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
+            min=torch.finfo(weights.dtype).tiny
+        )
+        seen = Observation(e, log_observed, n, weights)
+        updated, gain = self.update(belief, seen)
+        log_q = wide(self.log_process_noise)
+        log_precision = discount(updated.log_precision, log_q)
+        predicted = Belief(updated.mean, log_precision)
+        if not trace:
+            return predicted
+        return predicted, LayerTrace(
+            seen,
+            gain,
+            updated.log_precision,
+            torch.zeros_like(log_observed),
+            log_precision,
+        )
+
+    def update(
+        self, belief: Belief, seen: Observation
+    ) -> tuple[Belief, Tensor]:
+        """The residual connection as a Kalman update, and its gain."""
+        return update(belief, seen.innovation, seen.log_precision)
+
+    def _log_precision(self, weights, v, inner, x, belief, normed, u):
+        """−log Var e, (B, T, d or 1), and whether a token saw anything."""
+        c = self.config
+        d = c.d
+        g = wide(self.uvqk.weight[d : 2 * d]).square().sum(1)
+        before = inner[..., d : 2 * d]
+        slope = delta.value_and_slope(F.silu, before)[1].square()
+        own = g * wide(slope)
+        if c.bft.prior_scale == "neighbours":
+            spread = reml.neighbour_variance(belief.log_precision, x.scale)
+            own = own * spread.unsqueeze(-1)
+        own = own.unflatten(-1, (c.heads, -1)).transpose(1, 2)
+        squares = wide(weights).square()
+        total = squares.sum(-1, keepdim=True)
+        share = squares / torch.where(total > 0, total, 1.0)
+        tiny = torch.finfo(share.dtype).tiny
+        variance, informative = reml.unnormalised_variance(
+            weights, v, (share @ own).clamp(min=tiny), c.bft.prior_dof
+        )
+        variance = variance.transpose(1, 2).flatten(-2)
+        log_variance = -delta.normalised_precision(-variance.log(), normed)
+        peak = log_variance.detach().amax(-1, keepdim=True)
+        variance = (log_variance - peak).exp() * wide(u).square()
+        if c.bft.project:
+            variance = variance @ wide(self.out.weight).square().mT
+        if c.bft.granularity == "token":
+            variance = variance.mean(-1, keepdim=True)
+        saw = informative.squeeze(-1).all(1).unsqueeze(-1)
+        return -(variance.clamp(min=tiny).log() + peak), saw
+
+
+class HSTU(Recommender):
+    """HSTU for sequences of items, with or without timestamps, ± filter.
+
+    r_tj is a weight per distance t − j plus, where times are given, one per
+    bucket ⌊ln(max(1, Δ seconds))/0.301⌋ of the gap between the event after t
+    (at the end: t itself) and j. Output and items are L2-normalised, their
+    product is divided by ``temperature``.
+    """
+
+    def __init__(self, config: ModelConfig, frequency=None):
+        super().__init__(config, frequency)
+        self.layers = nn.ModuleList(
+            HSTULayer(config) for _ in range(config.layers)
+        )
+        self.distance = nn.Parameter(0.02 * torch.randn(config.length))
+        self.bucket = nn.Parameter(0.02 * torch.randn(TIME_BUCKETS))
+
+    def relative(self, items: Tensor, times: Tensor | None) -> Tensor:
+        """r, (1 or B, 1, T, T), without unit."""
+        place = torch.arange(items.shape[1], device=items.device)
+        gap = (place[:, None] - place).clamp(min=0)
+        r = self.distance[gap][None, None]
+        if times is None:
+            return r
+        following = torch.cat([times[:, 1:], times[:, -1:]], 1)
+        end = (items > 0).sum(1, keepdim=True) - 1
+        last = place == end
+        following = torch.where(last, times, following)
+        elapsed = (following[:, :, None] - times[:, None]).clamp(min=1)
+        bucket = (elapsed.log() / 0.301).long().clamp(0, TIME_BUCKETS - 1)
+        return r + self.bucket[bucket].unsqueeze(1)
+
+    def states(self, items, times, trace):
+        h = self._embed(items)
+        r = self.relative(items, times)
+        if self.config.bft is None or self.tau is None:
+            for layer in self.layers:
+                h = layer(h, r)
+            return h, []
+        features = (
+            self.config.d if self.config.bft.granularity == "feature" else 1
+        )
+        log_tau = self.tau(items, self.items(items))
+        belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
+        traces = []
+        for layer in self.layers:
+            belief = layer(belief, r, trace)
+            if trace:
+                belief, seen = belief
+                traces.append(seen)
+        return belief.mean, traces
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return F.normalize(hidden, dim=-1) / self.config.temperature
+
+    def keys(self):
+        return F.normalize(self.items.weight, dim=-1), None

@@ -1,0 +1,178 @@
+"""SASRec: causal self-attention over the items a user has met."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bft_ref.belief import Belief
+from bft_ref.delta import activation_function
+from bft_ref.layer import BFTLayer, LayerTrace
+from bft_ref.recsys.models.base import ModelConfig, Recommender
+from bft_ref.recsys.models.gates import Gate
+
+
+class Block(nn.Module):
+    """A standard Transformer layer, with a place for a gate.
+
+    Parameter names, order and dropout are those of
+    ``nn.TransformerEncoderLayer``, whose function it computes (gate "none");
+    post-norm for BERT4Rec, pre-norm or the ``original`` residual for SASRec.
+
+    Shapes: h (B, T, d); ``bias`` broadcasts to the logits (B, H, T, T).
+    """
+
+    def __init__(
+        self, config: ModelConfig, norm: str, causal: bool, layer: int = 0
+    ):
+        super().__init__()
+        c = self.config = config
+        self.norm, self.causal = norm, causal
+        self.in_proj = nn.Linear(c.d, 3 * c.d)
+        self.out_proj = nn.Linear(c.d, c.d)
+        self.activation, self.gated = activation_function(c.activation)
+        self.linear1 = nn.Linear(c.d, c.ffn * (2 if self.gated else 1))
+        self.linear2 = nn.Linear(c.ffn, c.d)
+        self.norm1, self.norm2 = nn.LayerNorm(c.d), nn.LayerNorm(c.d)
+        self.gate = Gate(c.gate, c.d, c.heads, c.gate_values[layer])
+        nn.init.xavier_uniform_(self.in_proj.weight)
+        nn.init.zeros_(self.in_proj.bias)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.norm == "post":
+            h = self.norm1(h + self._attend(h, h, h, bias))
+            return self.norm2(h + self._feed_forward(h, h))
+        x = self.norm1(h)
+        if self.norm == "original":
+            # K and V from the state as it is, and x, not h, carried on.
+            h = x + self._attend(x, h, x, bias)
+            x = self.norm2(h)
+            return x + self._feed_forward(x, x)
+        h = h + self._attend(x, x, h, bias)
+        return h + self._feed_forward(self.norm2(h), h)
+
+    def _attend(self, query, source, h, bias):
+        c, p = self.config, self.config.dropout if self.training else 0.0
+        if query is source:
+            q, k, v = self.in_proj(query).chunk(3, -1)
+        else:
+            w, b = self.in_proj.weight, self.in_proj.bias
+            q = F.linear(query, w[: c.d], b[: c.d])
+            k, v = F.linear(source, w[c.d :], b[c.d :]).chunk(2, -1)
+        q, k, v = (
+            x.unflatten(-1, (c.heads, -1)).transpose(1, 2) for x in (q, k, v)
+        )
+        causal = self.causal and bias is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, dropout_p=p, is_causal=causal
+        ).transpose(1, 2)
+        out = self.gate.on_heads(out, query).flatten(-2)
+        branch = F.dropout(self.out_proj(out), c.dropout, self.training)
+        return self.gate.on_attention(branch, h)
+
+    def _feed_forward(self, x, h):
+        p = self.config.dropout
+        if self.gated:
+            opening, through = self.linear1(x).chunk(2, -1)
+            hidden = self.activation(opening) * through
+        else:
+            hidden = self.activation(self.linear1(x))
+        hidden = F.dropout(hidden, p, self.training)
+        branch = F.dropout(self.linear2(hidden), p, self.training)
+        return self.gate.on_ffn(branch, h)
+
+
+class Encoder(nn.Module):
+    """Layers over an embedded sequence: plain, or each a Bayesian filter.
+
+    The plain ones see log τ only if ``tau_bias`` asks for it. The list beside
+    the states holds a filter's internals, a layer each, with ``trace=True``.
+    """
+
+    def __init__(self, config: ModelConfig, norm: str, causal: bool):
+        super().__init__()
+        c = self.config = config
+        self.causal = causal
+        layers: list[Block] | list[BFTLayer]
+        if c.bft is None:
+            layers = [Block(c, norm, causal, i) for i in range(c.layers)]
+        else:
+            layers = [
+                BFTLayer(
+                    c.d,
+                    c.heads,
+                    c.ffn,
+                    c.dropout,
+                    c.activation,
+                    norm_first=norm != "post",
+                    config=c.bft,
+                )
+                for _ in range(c.layers)
+            ]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self,
+        h: Tensor,
+        log_tau: Tensor | None = None,
+        padding: Tensor | None = None,
+        trace: bool = False,
+    ) -> tuple[Tensor, list[LayerTrace]]:
+        if self.config.bft is not None:
+            return self._filter(h, log_tau, padding, trace)
+        bias = self._bias(h, log_tau, padding)
+        for layer in self.layers:
+            h = layer(h, bias)
+        return h, []
+
+    def _filter(self, h, log_tau, padding, trace):
+        by_feature = self.config.bft.granularity == "feature"
+        features = h.shape[-1] if by_feature else 1
+        belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
+        traces = []
+        for layer in self.layers:
+            belief = layer(
+                belief,
+                src_key_padding_mask=padding,
+                is_causal=self.causal,
+                trace=trace,
+            )
+            if trace:
+                belief, seen = belief
+                traces.append(seen)
+        return belief.mean, traces
+
+    def _bias(self, h, log_tau, padding):
+        if not self.config.tau_bias and padding is None:
+            return None
+        tokens = h.shape[1]
+        bias = h.new_zeros(1, 1, 1, tokens)
+        if self.config.tau_bias:
+            bias = log_tau.transpose(1, 2).unsqueeze(1)
+        hidden = h.new_zeros(1, 1, tokens, tokens, dtype=torch.bool)
+        if self.causal:
+            hidden = ~torch.ones_like(hidden).tril()
+        if padding is not None:
+            hidden = hidden | padding[:, None, None]
+        return bias.expand(-1, -1, tokens, -1).masked_fill(hidden, -torch.inf)
+
+
+class SASRec(Recommender):
+    """SASRec (Kang & McAuley 2018) in its strong pre-LN form, ± filter.
+
+    Tied item embeddings, learned positions, a final LayerNorm. The original
+    paper's residual is ``residual="original"``.
+    """
+
+    def __init__(self, config: ModelConfig, frequency=None):
+        super().__init__(config, frequency)
+        self.encoder = Encoder(config, config.residual, causal=True)
+        self.final = nn.LayerNorm(config.d)
+
+    def states(self, items, times, trace):
+        x = self._embed(items)
+        log_tau = None
+        if self.tau is not None:
+            log_tau = self.tau(items, self.items(items))
+        hidden, traces = self.encoder(x, log_tau, trace=trace)
+        return self.final(hidden), traces

@@ -1,0 +1,150 @@
+"""Configurations as JSON, and a recommender in one file, with a version."""
+
+import json
+import os
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+import numpy as np
+import torch
+
+from bft_ref import checks
+from bft_ref.recsys.models import ModelConfig, Recommender, build
+
+Config = TypeVar("Config")
+#: of both formats: raised when an older reader would read a newer file wrongly
+VERSION = 1
+KIND = "bft_ref recommender"
+
+
+def to_json(config: Any) -> str:
+    """A configuration (ModelConfig, TrainConfig, BFTConfig) with all fields.
+
+    Its defaults may change in a later version: they are written too.
+    """
+    content = {
+        "kind": type(config).__name__,
+        "version": VERSION,
+        "fields": asdict(config),
+    }
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def from_json(kind: type[Config], text: str) -> Config:
+    """The configuration of class ``kind`` that :func:`to_json` wrote.
+
+    A field that is missing, since it was added later, has its default.
+    Raises: ValueError for text that is no such JSON, another kind, a newer
+    version, an unknown field or a bad value; TypeError for a field of another
+    type.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"text: expected JSON, got {error}") from None
+    if not isinstance(content, dict) or "fields" not in content:
+        raise ValueError("text: expected what to_json wrote, got other JSON")
+    checks.choice("kind", content.get("kind", ""), (kind.__name__,))
+    _readable(content.get("version"))
+    return _revived(kind, content["fields"])
+
+
+def _readable(version: Any) -> None:
+    if version not in range(1, VERSION + 1):
+        raise ValueError(
+            f"version: expected at most {VERSION}, got {version!r}; the "
+            "bft_ref that wrote it can read it"
+        )
+
+
+def _revived(kind: type, given: Any) -> Any:
+    """An instance of a dataclass, with those inside it."""
+    if not isinstance(given, dict):
+        raise TypeError(f"{kind.__name__}: expected fields, got {given!r}")
+    known = {field.name for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{name}: expected a field of {kind.__name__} "
+                f"({', '.join(sorted(known))})"
+            )
+    values = dict(given)
+    for name, hint in get_type_hints(kind).items():
+        for inner in filter(is_dataclass, (hint, *get_args(hint))):
+            if values.get(name) is not None:
+                values[name] = _revived(cast(type, inner), values[name])
+    found = kind(**values)
+    checks.typed(found)
+    return found
+
+
+def save(model: Recommender, path: str | Path) -> None:
+    """Write a recommender, its configuration and weights, to one file.
+
+    What was there stays until all is written. Raises: TypeError for another
+    module, such as a model wrapped for training.
+    """
+    if not isinstance(model, Recommender):
+        raise TypeError(
+            f"model: expected a Recommender, got {type(model).__name__}; give "
+            "the model inside it (.module of DDP, ._orig_mod of a compiled "
+            "one)"
+        )
+    content = {
+        "kind": KIND,
+        "version": VERSION,
+        "config": to_json(model.config),
+        "weights": model.state_dict(),
+    }
+    write(content, Path(path))
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> Recommender:
+    """The recommender of a file that :func:`save` wrote, ready to score.
+
+    It is in evaluation mode and has the dtype it was saved with; no code of
+    the file is run, no random number drawn.
+    Raises: FileNotFoundError; ValueError for another file, a newer version,
+    or weights that do not fit the configuration.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path: no file {path}")
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # each kind of broken file has its own
+        raise ValueError(
+            f"path: expected a file of bft_ref.recsys.storage.save, got "
+            f"{path}, which cannot be read"
+        ) from error
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise ValueError(
+            f"path: expected a file of bft_ref.recsys.storage.save, got "
+            f"{path}, which holds something else"
+        )
+    _readable(content.get("version"))
+    config = from_json(ModelConfig, content["config"])
+    weights = content["weights"]
+    with torch.random.fork_rng(devices=[]):
+        # the weights hold what was made of the frequencies
+        model = build(config, np.zeros(config.n_items + 1))
+    try:
+        model = model.to(device, weights["items.weight"].dtype)
+        model.load_state_dict(weights, assign=True)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"path: the weights in {path} do not fit its configuration"
+        ) from error
+    return model.eval()
+
+
+def write(content: dict, path: Path) -> None:
+    """Write with ``torch.save``, so that a failure leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        torch.save(content, unfinished)
+        # Renaming is atomic: a kill leaves the old file or the new one.
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

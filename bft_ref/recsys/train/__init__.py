@@ -1,0 +1,26 @@
+"""Train and evaluate: ``python -m bft_ref.recsys.train --help``."""
+
+from bft_ref.recsys.train.batches import Batch, training_batches
+from bft_ref.recsys.train.diagnostics import anatomy, interventions
+from bft_ref.recsys.train.losses import LOSSES, next_item_loss
+from bft_ref.recsys.train.trainer import (
+    Fitted,
+    TrainConfig,
+    evaluate,
+    fit,
+    scorer,
+)
+
+__all__ = [
+    "LOSSES",
+    "Batch",
+    "Fitted",
+    "TrainConfig",
+    "anatomy",
+    "evaluate",
+    "fit",
+    "interventions",
+    "next_item_loss",
+    "scorer",
+    "training_batches",
+]

@@ -1,0 +1,196 @@
+"""What an install promises: each part imports with the extra it names."""
+
+import importlib.metadata
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import bft_ref
+from tests import release
+from tests.lowest import lowest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+#: where a plugin has no name of its own, the option that it gives
+OPTIONS = {"pytest-xdist": '"-n"', "nbval": '"--nbval"'}
+NEEDS_RECOMMEND = ("recsys.data", "recsys.metrics", "recsys.train")
+IMPORT = """
+import importlib, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"not installed: {{name}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+for name in {modules}:
+    importlib.import_module(name)
+"""
+
+
+def installed_with(extra: str | None) -> set[str]:
+    """Names of all that ``pip install bft_ref[extra]`` brings."""
+    asked = list(PROJECT["dependencies"])
+    if extra is not None:
+        asked += PROJECT["optional-dependencies"][extra]
+    found: set[str] = set()
+    while asked:
+        one = Requirement(asked.pop())
+        name = canonicalize_name(one.name)
+        if name in found or not (one.marker is None or one.marker.evaluate()):
+            continue
+        found.add(name)
+        asked += [
+            text
+            for text in importlib.metadata.requires(name) or []
+            if "extra ==" not in text
+        ]
+    return found
+
+
+def importing(modules: list[str], extra: str | None):
+    """Import in a new process, everything else out of sight."""
+    there = installed_with(extra)
+    absent = {
+        top
+        for top, owners in importlib.metadata.packages_distributions().items()
+        if top != "bft_ref"
+        and not any(canonicalize_name(name) in there for name in owners)
+    }
+    code = IMPORT.format(absent=sorted(absent), modules=modules)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def modules(parts: tuple[str, ...] | None) -> list[str]:
+    """The modules of these parts; None: of what needs no extra."""
+    found = []
+    for info in pkgutil.walk_packages(bft_ref.__path__, "bft_ref."):
+        name = info.name.removeprefix("bft_ref.")
+        if name.endswith("__main__") or name.startswith("notebook"):
+            continue
+        if name.startswith(NEEDS_RECOMMEND) == (parts is not None):
+            found.append(info.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "parts, extra", [(None, None), (NEEDS_RECOMMEND, "recommend")]
+)
+def test_each_part_imports_with_its_extra_alone(parts, extra):
+    names = modules(parts)
+    assert len(names) >= 8
+    done = importing(names, extra)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_package_too_few_would_be_noticed():
+    done = importing(modules(NEEDS_RECOMMEND), None)
+    assert done.returncode == 1
+    assert "not installed" in done.stderr
+
+
+def test_the_package_says_that_it_has_types():
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert (Path(bft_ref.__file__).parent / "py.typed").is_file()
+
+
+def unused(requirements: list[str]) -> list[str]:
+    """Those of which nothing is imported, run, or named as a plugin."""
+    files = [
+        *(ROOT / name for name in ["Makefile", "_config.yml"]),
+        *(
+            path
+            for folder in ["bft_ref", "book", "notebooks", "tests"]
+            for pattern in ["*.py", "*.ipynb"]
+            for path in (ROOT / folder).rglob(pattern)
+        ),
+    ]
+    text = "\n".join(
+        line
+        for path in files
+        if path != Path(__file__)
+        for line in path.read_text("utf8").splitlines()
+        if len(line) < 200  # no images
+    )
+    tops: dict[str, list[str]] = {}
+    for top, owners in importlib.metadata.packages_distributions().items():
+        for owner in owners:
+            tops.setdefault(canonicalize_name(owner), []).append(top)
+    found = []
+    for requirement in requirements:
+        name = canonicalize_name(Requirement(requirement).name)
+        any_of = "|".join(map(re.escape, tops.get(name, [name])))
+        use = (
+            rf"(?:\b(?:import|from)|-m) ({any_of})\b|"
+            rf"[\"'\[]({any_of})[\"'.]"
+        )
+        if OPTIONS.get(name, "") not in text or not (
+            name in OPTIONS or re.search(use, text)
+        ):
+            found.append(requirement)
+    return found
+
+
+def test_every_package_of_an_extra_is_used():
+    asked = [one for extra in EXTRAS.values() for one in extra]
+    assert unused([one for one in asked if "bft_ref" not in one]) == []
+
+
+def test_a_package_without_use_would_be_noticed():
+    found = unused(["numpy>=2", "editables>=0.5", "ruff>=0.11"])
+    assert found == ["editables>=0.5"]
+
+
+def test_every_package_of_the_checks_is_pinned():
+    lines = "".join(
+        (ROOT / name).read_text("utf8")
+        for name in ["requirements.txt", "requirements-build.txt"]
+    )
+    pins = set(map(canonicalize_name, re.findall(r"(?m)^(\S+)==", lines)))
+    needed = set().union(*map(installed_with, EXTRAS)) - {"bft-ref"}
+    assert needed - pins == set()
+
+
+def test_the_lowest_versions_are_those_of_pyproject(tmp_path: Path):
+    pins = lowest()
+    assert {"numpy==2.1", "torch==2.11"} <= set(pins)
+    assert not any("bft" in pin for pin in pins)
+    text = (ROOT / "pyproject.toml").read_text("utf8")
+    (tmp_path / "x.toml").write_text(text.replace("numpy>=2.1", "numpy"))
+    with pytest.raises(ValueError, match=r"^'numpy' in x.toml: expected a lo"):
+        lowest(tmp_path / "x.toml")
+
+
+def test_a_release_agrees_with_its_tag_and_has_a_day():
+    version = bft_ref.__version__
+    dated = f"# Change log\n\n## {version} (2027-01-31)\n"
+    assert release.complaints(f"v{version}", dated) == []
+    (tag,) = release.complaints("v9.9.9", dated)
+    assert f"expected v{version}" in tag and "v9.9.9" in tag
+    for changes in [dated.replace("2027-01-31", "unreleased"), ""]:
+        (day,) = release.complaints(f"v{version}", changes)
+        assert f"## {version} (YYYY-MM-DD)" in day
+
+
+def test_the_wheel_has_the_package_and_its_numbers(tmp_path: Path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    subprocess.run([*command, "-d", tmp_path], cwd=ROOT, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"bft_ref-{bft_ref.__version__}-py3")
+    names = zipfile.ZipFile(wheel).namelist()
+    facts = [n for n in names if re.fullmatch(r"bft_ref/facts/\d.*json", n)]
+    assert len(facts) == len(list((ROOT / "notebooks").glob("[0-9]*.ipynb")))
+    assert "bft_ref/py.typed" in names
+    assert any(name.startswith("bft_ref/results/") for name in names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"bft_ref"}

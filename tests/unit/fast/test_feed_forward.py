@@ -1,0 +1,188 @@
+"""The kernels with hand-written backward passes equal their plain forms."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from bft_ref import delta
+from bft_ref.fast import feed_forward
+
+F64 = torch.float64
+CASES = list(
+    itertools.product(
+        [F.gelu, F.relu, F.silu, torch.tanh],
+        [None, "layernorm", "rmsnorm"],
+        [True, False],
+        [True, False],
+    )
+)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks, the last one ragged, even at the size of a test."""
+    monkeypatch.setattr(feed_forward, "HIDDEN_BLOCK", 9 * 64)
+    monkeypatch.setattr(feed_forward, "ROWS", 4)
+    monkeypatch.setattr(feed_forward, "HEADS", 1)
+    monkeypatch.setitem(feed_forward.BLOCK, "cpu", 64)
+
+
+def leaf(*shape, scale=0.4):
+    return (scale * torch.randn(*shape, dtype=F64)).requires_grad_()
+
+
+def weighed(outputs, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return sum(
+        (y * torch.randn(y.shape, generator=generator, dtype=F64)).sum()
+        for y in outputs
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("activation", "norm", "exact", "token"), CASES)
+def test_one_pass_equals_the_ffn_and_its_jacobian(
+    small_blocks, activation, norm, exact, token, bias
+):
+    torch.manual_seed(3)
+    h, w_in, w_out = leaf(2, 70, 6), leaf(9, 6), leaf(6, 9)
+    gamma, beta = leaf(6), leaf(6)
+    b_in, b_out = (leaf(9), leaf(6)) if bias else (None, None)
+    weights = (w_in, b_in, w_out, b_out)
+    leaves = [h, w_in, w_out]
+    leaves += [gamma, beta] if norm else []
+    leaves += [b_in, b_out] if bias else []
+
+    def normed():
+        if norm is None:
+            return None, h
+        n = delta.normalise(h, gamma, beta, centred=norm == "layernorm")
+        return n, n.output
+
+    n, x = normed()
+    ffn = delta.feed_forward(x, *weights, activation, norm=n)
+    jacobian = delta.jacobian_trace if token else delta.jacobian_diag
+    plain = ffn.output, jacobian(ffn, n, exact)
+    n, x = normed()
+    quick = delta.feed_forward_jacobian(
+        x, *weights, activation, norm=n, exact=exact, token=token
+    )
+    torch.testing.assert_close(quick, plain, rtol=1e-11, atol=1e-12)
+    grads = [
+        torch.autograd.grad(
+            weighed(y), leaves, allow_unused=True, materialize_grads=True
+        )
+        for y in (quick, plain)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
+
+
+def test_dropout_thins_the_output_alone(small_blocks):
+    torch.manual_seed(0)
+    x = leaf(200, 6)
+    weights = (leaf(9, 6), leaf(9), leaf(6, 9), None)
+    plain, j = delta.feed_forward_jacobian(x, *weights, F.gelu)
+    thinned, j_thinned = delta.feed_forward_jacobian(
+        x, *weights, F.gelu, dropout_p=0.5
+    )
+    torch.testing.assert_close(j_thinned, j, rtol=0, atol=0)
+    assert (thinned - plain).abs().mean() > 0.05
+    many = torch.stack(
+        [
+            delta.feed_forward_jacobian(x, *weights, F.gelu, dropout_p=0.5)[0]
+            for _ in range(400)
+        ]
+    ).detach()
+    error = many.std(0) / 20
+    assert ((many.mean(0) - plain).abs() < 5 * error + 1e-9).all()
+
+
+def plain_columns(q, k, v, is_causal, scale):
+    scores = q @ k.mT * scale
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    weights = scores.softmax(-1)
+    return weights @ v, weights.square().sum(-1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_blocks_of_rows_equal_the_whole(small_blocks, is_causal, tokens):
+    torch.manual_seed(tokens)
+    q, k, v = leaf(3, tokens, 5), leaf(3, tokens, 5), leaf(3, tokens, 7)
+    quick = feed_forward.weighted_columns(q, k, v, is_causal, 0.7)[:2]
+    plain = plain_columns(q, k, v, is_causal, 0.7)
+    torch.testing.assert_close(quick, plain, rtol=1e-12, atol=1e-13)
+    grads = [
+        torch.autograd.grad(weighed(y), (q, k, v)) for y in (quick, plain)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_scores_of_any_size_stay_finite(small_blocks):
+    q = torch.full((1, 3, 2), 1e3, dtype=F64).requires_grad_()
+    k = leaf(1, 3, 2, scale=1e3)
+    v = leaf(1, 3, 2)
+    out, squares, _ = feed_forward.weighted_columns(q, k, v, True, 1.0)
+    (out.sum() + squares.sum()).backward()
+    for x in (out, squares, q.grad, k.grad, v.grad):
+        assert x.isfinite().all()
+    assert ((squares > 0) & (squares <= 1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", feed_forward.BENDS)
+def test_slopes_and_curvatures_are_derivatives(name):
+    torch.manual_seed(0)
+    a = leaf(50, scale=2.0)
+    value, slope = feed_forward.bend(name, a)
+    (first,) = torch.autograd.grad(value.sum(), a)
+    torch.testing.assert_close(slope, first, rtol=1e-12, atol=1e-13)
+    kappa = feed_forward.curvature(
+        name, a.detach(), value.detach(), slope.detach()
+    )
+    if name == "relu":
+        assert kappa is None
+        return
+    a2 = a.detach().requires_grad_()
+    (once,) = torch.autograd.grad(
+        feed_forward.bend(name, a2)[0].sum(), a2, create_graph=True
+    )
+    (second,) = torch.autograd.grad(once.sum(), a2)
+    torch.testing.assert_close(kappa, second, rtol=1e-9, atol=1e-11)
+
+
+def test_the_scale_of_a_norm_has_its_gradient():
+    torch.manual_seed(0)
+    x = leaf(4, 7)
+    z, scale, *_ = feed_forward.LayerNorm.apply(x, 1e-5)
+    centred = x - x.mean(-1, keepdim=True)
+    plain = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close((z, scale), (centred / plain, plain))
+    grads = [
+        torch.autograd.grad(weighed(y), x)
+        for y in ((z, scale), (centred / plain, plain))
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_the_operators_keep_pytorchs_rules():
+    """Fake kernels, autograd registration and aliasing, by opcheck."""
+    torch.manual_seed(0)
+    q, k, v = leaf(2, 5, 3), leaf(2, 5, 3), leaf(2, 5, 4)
+    op = torch.ops.bft_ref.weighted_columns.default
+    opcheck(op, (q, k, v, True, 0.5, [], 1, 0.0, 0, None, None))
+    hidden = torch.tensor([[[[False, True, False, False, True]]]])
+    added = torch.randn(1, 2, 5, 5, dtype=F64)
+    seed = torch.tensor(3)
+    opcheck(op, (q, k, v, True, 0.5, [hidden, added], 2, 0.3, 2, seed, None))
+    rows = torch.tensor([[True] + 4 * [False], 5 * [False]])
+    opcheck(op, (q, k, v, False, 0.5, [hidden], 2, 0.0, 0, None, rows))
+    x, w_in, b, w_out = leaf(5, 3), leaf(6, 3), leaf(6), leaf(3, 6)
+    columns, shift = leaf(6, 2), leaf(6)
+    for s in (shift, None):
+        arguments = (x, w_in, b, w_out, columns, s, None, "gelu")
+        opcheck(feed_forward._bent_feed_forward, arguments)

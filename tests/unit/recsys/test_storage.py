@@ -1,0 +1,306 @@
+"""Configurations and models that outlive their process."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bft_ref.layer import BFTConfig
+from bft_ref.recsys import storage
+from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.storage import from_json, load, save, to_json
+from bft_ref.recsys.train import TrainConfig
+from tests.factories import label, randomise
+
+ROOT = Path(__file__).resolve().parents[3]
+FILTER = BFTConfig(granularity="token", prior_dof=3.5, project=False)
+CONFIGS = [
+    ModelConfig(n_items=7),
+    ModelConfig(n_items=7, gate="vector", gate_value=(0.1, 0.7), layers=2),
+    ModelConfig(n_items=7, model="hstu", temperature=0.2, embedding_std=0.1),
+    ModelConfig(n_items=7, bft=FILTER, tau="shuffled", tau_power=0.5),
+    FILTER,
+    TrainConfig(loss="gbce", calibration=0.1, seed=2**64 - 1, lr=1e-300),
+]
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=label)
+
+
+@each_config
+def test_a_configuration_comes_back_from_json(config):
+    text = to_json(config)
+    found = from_json(type(config), text)
+    assert found == config and type(found) is type(config)
+    assert to_json(found) == text
+    assert set(json.loads(text)["fields"]) == {f.name for f in fields(config)}
+
+
+def changed(config, **fields_):
+    content = json.loads(to_json(config))
+    content["fields"] |= fields_
+    return json.dumps(content)
+
+
+def test_what_was_added_later_has_its_default():
+    content = json.loads(to_json(ModelConfig(n_items=7, d=8)))
+    del content["fields"]["gate"], content["fields"]["bft"]
+    found = from_json(ModelConfig, json.dumps(content))
+    assert found == ModelConfig(n_items=7, d=8)
+    within = {"granularity": "token"}
+    found = from_json(ModelConfig, changed(found, bft=within))
+    assert found.bft == BFTConfig(granularity="token")
+
+
+@pytest.mark.parametrize(
+    "kind, text, error, said",
+    [
+        (ModelConfig, "n_items: 3", ValueError, "text: expected JSON, got"),
+        (ModelConfig, "[1]", ValueError, "text: expected what to_json wrote"),
+        (ModelConfig, "{}", ValueError, "text: expected what to_json wrote"),
+        (
+            TrainConfig,
+            to_json(CONFIGS[0]),
+            ValueError,
+            "kind: expected one of TrainConfig, got 'ModelConfig'",
+        ),
+        (
+            ModelConfig,
+            to_json(CONFIGS[0]).replace('"version": 1', '"version": 2'),
+            ValueError,
+            "version: expected at most 1, got 2",
+        ),
+        (
+            ModelConfig,
+            to_json(CONFIGS[0]).replace('"version": 1', '"version": null'),
+            ValueError,
+            "version: expected at most 1, got None",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], colour="red"),
+            ValueError,
+            "colour: expected a field of ModelConfig",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], bft={"colour": "red"}),
+            ValueError,
+            "colour: expected a field of BFTConfig",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], bft=True),
+            TypeError,
+            "BFTConfig: expected fields, got True",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], bft={"project": "no"}),
+            TypeError,
+            "project: expected bool, got 'no'",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], d=8.5),
+            TypeError,
+            "d: expected int, got 8.5",
+        ),
+        (
+            ModelConfig,
+            changed(CONFIGS[0], gate="sigmoid"),
+            ValueError,
+            "gate: expected one of",
+        ),
+        (
+            BFTConfig,
+            changed(FILTER, n_eff_gradient=1),
+            TypeError,
+            "n_eff_gradient: expected bool, got 1",
+        ),
+        (
+            TrainConfig,
+            changed(CONFIGS[-1], lr=float("nan")),
+            ValueError,
+            "lr: expected a number in",
+        ),
+    ],
+)
+def test_what_is_no_configuration_is_named(kind, text, error, said):
+    with pytest.raises(error, match=said):
+        from_json(kind, text)
+
+
+def test_a_field_without_a_default_is_asked_for():
+    content = json.loads(to_json(CONFIGS[0]))
+    del content["fields"]["n_items"]
+    with pytest.raises(TypeError, match="n_items"):
+        from_json(ModelConfig, json.dumps(content))
+
+
+MODELS = [
+    {"gate": "qiu-head", "residual": "original"},
+    {"gate": "vector", "gate_value": [0.3, 0.9]},
+    {"tau_bias": True, "tau": "mlp"},
+    {"bft": BFTConfig(jacobian="hutchinson"), "activation": "swiglu"},
+    {"bft": FILTER, "tau": "frequency"},
+    {"model": "bert4rec", "bft": BFTConfig(), "tau": "shuffled"},
+    {"model": "hstu", "bft": BFTConfig(), "tau": "unit", "tau_start": 0.5},
+]
+ITEMS = torch.tensor([[0, 3, 7, 9], [4, 1, 0, 0]])
+TIMES = torch.tensor([[0.0, 0.0, 9.0, 5e6], [0.0, 60.0, 0.0, 0.0]])
+# Another process, which knows nothing but the files.
+SCORES = """
+import sys
+import torch
+from bft_ref.recsys.storage import load
+
+torch.set_num_threads(1)
+items, times = torch.load(sys.argv[1])
+scores = [load(path).scores(items, times) for path in sys.argv[2:]]
+torch.save(scores, sys.argv[1])
+"""
+
+
+def make(variant, seed=0):
+    torch.manual_seed(seed)
+    config = ModelConfig(n_items=30, d=16, ffn=24, length=8, **variant)
+    return randomise(build(config, np.arange(31)), seed).eval()
+
+
+def test_a_model_scores_the_same_in_another_process(tmp_path):
+    """To the last bit, in the dtype that it had, with no word but a path."""
+    models = [make(variant) for variant in MODELS]
+    models.append(make(MODELS[3]).double())
+    paths = [tmp_path / f"{i}.pt" for i in range(len(models))]
+    for model, path in zip(models, paths, strict=True):
+        save(model, path)
+    both = tmp_path / "both.pt"
+    torch.save((ITEMS, TIMES), both)
+    subprocess.run(
+        [sys.executable, "-c", SCORES, both, *paths],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for model, found in zip(models, torch.load(both), strict=True):
+        expected = model.scores(ITEMS, TIMES)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("variant", MODELS, ids=label)
+def test_what_is_loaded_is_the_model_and_can_be_trained(variant, tmp_path):
+    model, path = make(variant).train(), tmp_path / "new" / "model.pt"
+    save(model, path)
+    state = torch.get_rng_state()
+    found = load(path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(found) is type(model) and found.config == model.config
+    assert not any(module.training for module in found.modules())
+    theirs = dict(model.named_parameters())
+    for name, p in found.named_parameters():
+        assert p.requires_grad and torch.equal(p, theirs.pop(name))
+    assert not theirs
+    assert (
+        dict(found.named_buffers()).keys()
+        == dict(model.named_buffers()).keys()
+    )
+    found(ITEMS, TIMES).square().sum().backward()
+
+
+def test_a_save_that_fails_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    save(make({}), path)
+    before = path.read_bytes()
+
+    def full(content, unfinished):
+        Path(unfinished).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        save(make({}, seed=1), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_recommender_is_not_saved(tmp_path):
+    path = tmp_path / "model.pt"
+    for other in (nn.Linear(2, 2), nn.DataParallel(make({})), {}):
+        with pytest.raises(TypeError, match="model: expected a Recommender"):
+            save(other, path)
+    assert not path.exists()
+
+
+def written(path, **other):
+    save(make({}), path)
+    torch.save(torch.load(path) | other, path)
+
+
+def test_what_is_no_model_is_not_loaded(tmp_path):
+    path = tmp_path / "model.pt"
+    with pytest.raises(FileNotFoundError, match=r"no file .*model\.pt"):
+        load(path)
+    path.write_text("n_items: 3")
+    with pytest.raises(ValueError, match="which cannot be read"):
+        load(path)
+    for content in ([1], make({}).state_dict()):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="holds something else"):
+            load(path)
+    torch.save(make({}), path)  # a pickle, which could run any code
+    with pytest.raises(ValueError, match="which cannot be read"):
+        load(path)
+    save(make({}), path)
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(ValueError, match="which cannot be read"):
+        load(path)
+    written(path, version=2)
+    with pytest.raises(ValueError, match="version: expected at most 1, got 2"):
+        load(path)
+    written(path, config=changed(make({}).config, colour="red"))
+    with pytest.raises(ValueError, match="colour: expected a field"):
+        load(path)
+    for config in (
+        replace(make({}).config, d=8),
+        replace(make({}).config, layers=1),
+        replace(make({}).config, bft=BFTConfig()),
+    ):
+        written(path, config=to_json(config))
+        with pytest.raises(ValueError, match="weights .* do not fit"):
+            load(path)
+    written(path, weights={})
+    with pytest.raises(ValueError, match="weights .* do not fit"):
+        load(path)
+
+
+def test_a_newer_version_says_so(tmp_path, monkeypatch):
+    """Written by a bft_ref of which this one is an older release."""
+    path = tmp_path / "model.pt"
+    with monkeypatch.context() as later:
+        later.setattr(storage, "VERSION", 2)
+        save(make({}), path)
+        text = to_json(FILTER)
+        assert load(path).config == make({}).config
+        assert from_json(BFTConfig, text) == FILTER
+    for read in (lambda: load(path), lambda: from_json(BFTConfig, text)):
+        with pytest.raises(ValueError, match="version: .* at most 1, got 2"):
+            read()
+
+
+def test_any_dataclass_of_plain_fields_is_a_configuration():
+    @dataclass(frozen=True)
+    class Two:
+        first: BFTConfig
+        second: BFTConfig | None = None
+
+    for config in (Two(FILTER), Two(FILTER, BFTConfig())):
+        assert from_json(Two, to_json(config)) == config

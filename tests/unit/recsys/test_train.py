@@ -1,0 +1,1286 @@
+"""Losses, batches, resuming, the command line and several processes."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import typer
+from typer.testing import CliRunner
+
+from bft_ref.layer import BFTConfig
+from bft_ref.recsys.data import DataError, Sequences, simulate
+from bft_ref.recsys.metrics import Ranking
+from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.train import (
+    TrainConfig,
+    anatomy,
+    diagnostics,
+    evaluate,
+    fit,
+    interventions,
+    next_item_loss,
+    provenance,
+    trainer,
+    training_batches,
+)
+from bft_ref.recsys.train import __main__ as command_line
+from bft_ref.recsys.train.__main__ import app, filter_config, numbers
+from bft_ref.recsys.train.batches import gather, windows
+from bft_ref.recsys.train.losses import uniform_negatives
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = {"d": 8, "ffn": 16, "heads": 2, "length": 6, "dropout": 0.2}
+N = 20
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    return simulate(150, 40, length=(4, 9), seed=5).sequences
+
+
+def questions(n=7, seed=0):
+    torch.manual_seed(seed)
+    query, keys = torch.randn(n, 4), torch.randn(N + 1, 4)
+    return query, torch.randint(1, N + 1, (n,)), keys, torch.randn(N + 1)
+
+
+def test_full_loss_is_cross_entropy_over_the_items():
+    query, target, keys, bias = questions()
+    logits = query @ keys.T + bias
+    logits[:, 0] = -torch.inf
+    expected = F.cross_entropy(logits, target)
+    found = next_item_loss(
+        query, target, keys, bias, None, n_items=N, kind="full"
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_sampled_loss_with_every_item_once_is_the_full_one():
+    query, target, keys, bias = questions()
+    every = torch.arange(1, N + 1)
+    found = next_item_loss(
+        query, target, keys, bias, every, n_items=N, correct=False
+    )
+    full = next_item_loss(
+        query, target, keys, bias, None, n_items=N, kind="full"
+    )
+    torch.testing.assert_close(found, full)
+
+
+def test_correction_makes_the_sum_over_negatives_unbiased():
+    query, target, keys, _ = questions(1)
+    draw = torch.Generator().manual_seed(0)
+    others = [i for i in range(1, N + 1) if i != int(target)]
+    truth = (query @ keys[others].T).exp().sum()
+    positive = (query * keys[target]).sum(-1)
+    sums = []
+    for _ in range(3000):
+        # from the other items only: an own target would be left out
+        index = torch.randint(len(others), (4,), generator=draw)
+        negatives = torch.tensor(others)[index]
+        loss = next_item_loss(query, target, keys, None, negatives, n_items=N)
+        sums.append(((loss + positive).exp() - positive.exp()).item())
+    se = np.std(sums) / math.sqrt(len(sums))
+    assert np.mean(sums) == pytest.approx(float(truth), abs=4 * se)
+
+
+def test_bce_and_gbce_by_their_definitions():
+    query, target, keys, bias = questions()
+    negatives = torch.tensor([3, 9, 9, int(target[0])])
+    total = {"bce": 0.0, "gbce": 0.0}
+    rate = 4 / (N - 1)
+    beta = rate * (0.75 * (1 - 1 / rate) + 1 / rate)
+    for q, t in zip(query, target, strict=True):
+        right = torch.sigmoid(q @ keys[t] + bias[t]).log()
+        wrong = sum(
+            (1 - torch.sigmoid(q @ keys[i] + bias[i])).log()
+            for i in negatives
+            if i != t
+        )
+        total["bce"] -= (right + wrong) / 5 / len(query)
+        total["gbce"] -= (beta * right + wrong) / 5 / len(query)
+    for kind, expected in total.items():
+        found = next_item_loss(
+            query, target, keys, bias, negatives, n_items=N, kind=kind
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_gbce_never_scales_the_positive_up():
+    """More negatives than items: the rate counts as one, which is bce."""
+    query, target, keys, bias = questions()
+    negatives = torch.arange(1, N + 1).repeat(3)
+    given = (query, target, keys, bias, negatives)
+    bce, gbce = (
+        next_item_loss(*given, n_items=N, kind=kind)
+        for kind in ("bce", "gbce")
+    )
+    torch.testing.assert_close(gbce, bce)
+
+
+def test_gbce_goes_from_bce_to_a_positive_that_counts_by_the_rate():
+    query, target, keys, bias = questions()
+    negatives = torch.arange(1, 6)
+    given = (query, target, keys, bias, negatives)
+    at = [
+        next_item_loss(*given, n_items=N, kind="gbce", calibration=t)
+        for t in (0.0, 1.0)
+    ]
+    bce = next_item_loss(*given, n_items=N, kind="bce")
+    score = (query * keys[target]).sum(1) + bias[target]
+    spared = (1 - 5 / (N - 1)) * F.softplus(-score).mean() / 6
+    torch.testing.assert_close(at[0], bce)
+    torch.testing.assert_close(at[1], bce - spared)
+
+
+def test_negatives_are_drawn_evenly_from_all_items_and_no_padding():
+    draw = torch.Generator().manual_seed(3)
+    found = uniform_negatives(40_000, N, draw).bincount(minlength=N + 1)
+    assert len(found) == N + 1 and found[0] == 0
+    # five standard deviations of a binomial count
+    assert (found[1:] - 2000).abs().max() < 5 * (2000 * (1 - 1 / N)) ** 0.5
+    assert not torch.equal(
+        uniform_negatives(50, N, draw), uniform_negatives(50, N, draw)
+    )
+
+
+def test_losses_name_the_bad_argument():
+    given = questions()
+    with pytest.raises(ValueError, match="negatives"):
+        next_item_loss(*given, None, n_items=N)
+    with pytest.raises(ValueError, match="loss"):
+        next_item_loss(*given, None, n_items=N, kind="hinge")
+    draw = torch.Generator()
+    for count, n_items in [(0, N), (3, 0)]:
+        with pytest.raises(ValueError, match="expected at least 1"):
+            uniform_negatives(count, n_items, draw)
+
+
+@pytest.mark.parametrize("loss", ["sampled", "full", "bce", "gbce"])
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_a_catalogue_of_one_item_is_trained_on_and_ranked(model, loss):
+    data = Sequences.of([[1, 1, 1, 1], [1, 1, 1]] * 3)
+    for given in ({}, {"bft": BFTConfig(), "tau": "frequency"}):
+        given = {"model": model, **given}
+        result = run(data, model=given, loss=loss, final=True).result
+        assert result["test"]["NDCG@10"] == 1
+        losses = [record["loss"] for record in result["history"]]
+        if loss in ("sampled", "full"):  # what is certain costs nothing
+            assert losses == [0, 0, 0]
+        else:
+            assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("model", [{}, {"bft": BFTConfig()}])
+def test_a_trained_model_is_ready_to_score(sequences, model):
+    net = run(sequences, model=model, epochs=1).model
+    items = torch.tensor([[3, 4, 5]])
+    assert not any(module.training for module in net.modules())
+    assert torch.equal(net.scores(items), net.scores(items))
+
+
+def test_a_run_is_the_same_twice_whatever_was_drawn_before(sequences):
+    runs, states = [], []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        np.random.seed(state)  # noqa: NPY002
+        runs.append(run(sequences, model={"bft": BFTConfig()}, epochs=2))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)  # fit sets PyTorch's own seed
+    first, second = runs
+    for x, y in zip(
+        first.model.parameters(), second.model.parameters(), strict=True
+    ):
+        assert torch.equal(x, y)
+    assert clockless(first.result["history"]) == clockless(
+        second.result["history"]
+    )
+    other = run(sequences, model={"bft": BFTConfig()}, epochs=2, seed=1)
+    assert clockless(other.result["history"]) != clockless(
+        first.result["history"]
+    )
+
+
+def test_another_number_of_threads_changes_rounding_at_most(sequences):
+    net = run(sequences, model={"bft": BFTConfig()}, epochs=1).model
+    items = torch.randint(1, 41, (64, 6))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(net.scores(items))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def wrong(error, said, **changed):
+    return pytest.param(changed, error, said, id=said)
+
+
+@pytest.mark.parametrize("kind", ["full", "sampled", "bce", "gbce"])
+@pytest.mark.parametrize(
+    "changed, error, said",
+    [
+        wrong(ValueError, "target: .*got 0", target=torch.tensor([0, 1])),
+        wrong(ValueError, "target: .*got -99", target=torch.tensor([-99, 1])),
+        wrong(ValueError, "target: .*21", target=torch.tensor([1, N + 1])),
+        wrong(TypeError, "target: .*float", target=torch.tensor([1.0, 2.0])),
+        wrong(TypeError, "target: .*bool", target=torch.tensor([True] * 2)),
+        wrong(ValueError, "target: .*shape", target=torch.tensor([[1], [2]])),
+        wrong(ValueError, "target: .*one", query=torch.ones(0, 4),
+              target=torch.ones(0).long()),
+        wrong(ValueError, "keys: .*21 rows", keys=torch.ones(N, 4)),
+        wrong(ValueError, "keys: .*shape", keys=torch.ones(N + 2, 3)),
+        wrong(ValueError, "bias: .*21 rows", bias=torch.ones(N)),
+        wrong(ValueError, "bias: .*shape", bias=torch.ones(N + 1, 1)),
+        wrong(ValueError, "n_items: ", n_items=0),
+    ],
+)  # fmt: skip
+def test_losses_refuse_what_is_nearly_right(kind, changed, error, said):
+    given = {
+        "query": torch.ones(2, 4),
+        "target": torch.tensor([3, N]),
+        # one row more, as BERT4Rec's, which must not count as an item
+        "keys": torch.ones(N + 2, 4),
+        "bias": torch.ones(N + 2),
+        "negatives": torch.tensor([1, 2, 3]),
+        "n_items": N,
+    }
+    next_item_loss(**given, kind=kind)
+    with pytest.raises(error, match=said):
+        next_item_loss(**given | changed, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "negatives, error",
+    [
+        (torch.tensor([1, N + 1]), ValueError),
+        (torch.tensor([0, 1]), ValueError),
+        (torch.tensor([[1], [2]]), ValueError),
+        (torch.tensor([1.0, 2.0]), TypeError),
+    ],
+)
+def test_negatives_are_items(negatives, error):
+    query, target, keys, bias = questions()
+    keys, bias = torch.cat([keys, keys]), torch.cat([bias, bias])
+    with pytest.raises(error, match="negatives: expected"):
+        next_item_loss(query, target, keys, bias, negatives, n_items=N)
+    with pytest.raises(ValueError, match="calibration"):
+        next_item_loss(
+            query, target, keys, bias, target, n_items=N, calibration=1.5
+        )
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_single_item_is_chosen_for_certain(correct):
+    query, keys = torch.randn(3, 4).requires_grad_(), torch.randn(2, 4)
+    only = torch.ones(3, dtype=torch.int64)
+    given = (query, only, keys, torch.randn(2), only)
+    loss = next_item_loss(*given, n_items=1, correct=correct)
+    full = next_item_loss(*given, n_items=1, kind="full")
+    assert loss == full == 0
+    (slope,) = torch.autograd.grad(loss, query)
+    assert (slope == 0).all()
+    bce, gbce = (
+        next_item_loss(*given, n_items=1, kind=kind)
+        for kind in ("bce", "gbce")
+    )
+    score = query @ keys[1] + given[3][1]
+    torch.testing.assert_close(bce, F.softplus(-score).mean() / 4)
+    torch.testing.assert_close(gbce, bce)
+
+
+def epoch(sequences, seed=0, **given):
+    given = {"length": 6, "size": 16} | given
+    rng = np.random.default_rng(seed)
+    return list(training_batches(sequences, rng=rng, **given))
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ({"length": 0}, "length"),
+        ({"length": -1, "every_window": True}, "length"),
+        ({"length": 2.5}, "length"),
+        ({"size": 0}, "size"),
+        ({"size": 1.5}, "size"),
+        ({"mask_rate": 1.5, "mask_id": 41}, "mask_rate"),
+        ({"mask_rate": math.nan, "mask_id": 41}, "mask_rate"),
+        ({"last_rate": -0.1, "mask_id": 41}, "last_rate"),
+        ({"mask_id": 40}, "mask_id"),
+        ({"mask_id": 0}, "mask_id"),
+    ],
+)
+def test_batches_name_the_bad_argument_before_the_first(
+    sequences, given, name
+):
+    given = {"length": 6, "size": 16, "rng": np.random.default_rng(0)} | given
+    with pytest.raises((ValueError, TypeError), match=f"{name}: expected"):
+        training_batches(sequences, **given)
+
+
+def test_an_epoch_without_a_question_is_refused(sequences):
+    with pytest.raises(DataError, match="no user has two items"):
+        epoch(Sequences.of([[1], [2]]))
+    # three items each: the split leaves one to train on
+    three = Sequences.of([row[:3] for row in sequences], n_items=40)
+    with pytest.raises(DataError, match="no user has two items"):
+        run(three, epochs=1)
+
+
+@pytest.mark.parametrize(
+    "users, end, error, said",
+    [
+        ([0], [4], ValueError, "end: expected 0…3 for user 0, got 4"),
+        ([0], [-1], ValueError, "end: expected 0…3 for user 0, got -1"),
+        ([0, 1], [3], ValueError, "end: expected one a user, 2, got 1"),
+        ([True, False], [3, 2], TypeError, "users: .*flatnonzero"),
+        ([0.5], [2], ValueError, "users: expected whole"),
+        ([0], [1.5], ValueError, "end: expected whole"),
+        ([2], [1], IndexError, "index 2 is out of bounds"),
+    ],
+)
+def test_no_items_are_gathered_from_the_next_user(users, end, error, said):
+    two = Sequences.of([[4, 5, 6], [7, 8]])
+    with pytest.raises(error, match=said):
+        gather(two, np.array(users), np.array(end), 2)
+    assert gather(two, [-1, 0], [2, 3], 2)[0].tolist() == [[7, 8], [5, 6]]
+    with pytest.raises(ValueError, match="length: expected at least 1"):
+        gather(two, [0], [1], 0)
+    with pytest.raises(ValueError, match="length: expected at least 1"):
+        windows(two.lengths, -1, True)
+
+
+def test_causal_batches_ask_for_each_next_item_once(sequences):
+    rows = {}
+    for batch in epoch(sequences):
+        assert batch.items.shape == batch.target.shape
+        for items, target in zip(batch.items, batch.target, strict=True):
+            n = int((target > 0).sum())
+            assert (target[n:] == 0).all() and (items[n:] == 0).all()
+            assert items[1:n].tolist() == target[: n - 1].tolist()
+            whole = (int(items[0]), *target[:n].tolist())
+            rows[whole] = rows.get(whole, 0) + 1
+    expected = {}
+    for u in range(len(sequences)):
+        whole = tuple(sequences[u][-7:].tolist())
+        expected[whole] = expected.get(whole, 0) + 1
+    assert rows == expected
+
+
+@pytest.mark.parametrize("mask_id", [None, 41])
+def test_sequences_of_a_batch_are_alike_in_length(sequences, mask_id):
+    spans = []
+    for batch in epoch(sequences, mask_id=mask_id):
+        own = (batch.items > 0).sum(1) + (mask_id is None)
+        lengths = own.clamp(max=6)  # longer ones are cut to about that
+        spans.append((int(lengths.min()), int(lengths.max())))
+    assert len({low for low, _ in spans}) > 2
+    assert sorted(spans) != spans
+    for (_, high), (low, _) in pairwise(sorted(spans)):
+        assert high <= low
+
+
+def test_every_window_asks_for_every_item():
+    sequences = Sequences.of([list(range(1, 24)), [3, 4], [5]])
+    asked = np.concatenate(
+        [b.target[b.target > 0] for b in epoch(sequences, every_window=True)]
+    )
+    assert sorted(asked.tolist()) == sorted([*range(2, 24), 4])
+
+
+def test_cloze_hides_what_it_asks(sequences):
+    masks, alone, rows = 0, 0, 0
+    for batch in epoch(
+        sequences, mask_id=41, mask_rate=0.3, last_rate=0.25, size=64
+    ):
+        hidden = batch.items == 41
+        assert torch.equal(hidden, batch.target > 0)
+        assert hidden.any(1).all()
+        n = (batch.items > 0).sum(1)
+        last = hidden[torch.arange(len(n)), n - 1] & (hidden.sum(1) == 1)
+        alone += int(last.sum())
+        masks += int(hidden.sum())
+        rows += len(n)
+    assert rows == len(sequences)
+    assert 0.25 * rows < alone < 0.6 * rows
+    assert masks > rows
+
+
+def test_cloze_asks_for_the_items_it_hides(sequences):
+    found = []
+    for batch in epoch(sequences, mask_id=41):
+        whole = torch.where(batch.items == 41, batch.target, batch.items)
+        found += [tuple(row[row > 0].tolist()) for row in whole]
+    expected = [
+        tuple(sequences[u][-6:].tolist()) for u in range(len(sequences))
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_sequence_without_a_mask_gets_one_anywhere(sequences):
+    places = []
+    for batch in epoch(sequences, mask_id=41, mask_rate=0.0, last_rate=0.0):
+        hidden = batch.target > 0
+        assert (hidden.sum(1) == 1).all()
+        places += hidden.float().argmax(1)[batch.items[:, -1] > 0].tolist()
+    assert set(places) == set(range(6))
+
+
+EPOCH = 1.6e9  # seconds, where float32 counts in steps of 128
+
+
+def seconds(items):
+    """A time of each item, from which its differences can be told."""
+    return 7 * np.asarray(items) ** 2
+
+
+def dated(rows, start=EPOCH):
+    found = Sequences.of(rows)
+    return replace(found, times=start + seconds(found.items))
+
+
+ROWS = [list(range(u + 1, u + 4 + u % 7)) for u in range(40)]
+
+
+@pytest.mark.parametrize("mask_id", [None, 99])
+@pytest.mark.parametrize("every_window", [False, True])
+def test_times_are_those_of_the_items_since_the_first(mask_id, every_window):
+    batches = epoch(dated(ROWS), mask_id=mask_id, every_window=every_window)
+    for batch in batches:
+        batch = batch.to("cpu").share(1, 2)
+        assert batch.times.shape == batch.items.shape
+        hidden = batch.items == 99
+        items = torch.where(hidden, batch.target, batch.items).numpy()
+        since = seconds(items) - seconds(items[:, :1])
+        assert batch.times[items > 0].tolist() == since[items > 0].tolist()
+
+
+def test_times_of_a_history_are_those_of_its_items():
+    split = dated(ROWS).split()
+    part = np.array([30, 2, 17])
+    items, times = diagnostics.histories(
+        SimpleNamespace(config=SimpleNamespace(length=4)),
+        split,
+        part,
+        torch.device("cpu"),
+    )
+    for row, when, user in zip(items, times, part, strict=True):
+        kept = row[row > 0].tolist()
+        assert kept == ROWS[user][:-2][-4:]
+        since = seconds(kept) - seconds(kept[0])
+        assert when[: len(kept)].tolist() == since.tolist()
+
+
+def test_a_sequence_without_times_has_none():
+    given = (np.array([0]), np.array([3]), 2)
+    items, times, n = gather(Sequences.of([[4, 5, 6]]), *given)
+    assert (items.tolist(), times, n.tolist()) == ([[5, 6]], None, [2])
+
+
+def test_batches_follow_the_seed(sequences):
+    first, again, other = (epoch(sequences, s) for s in (1, 1, 2))
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a.items, b.items)
+    assert any(
+        a.items.shape != b.items.shape or not torch.equal(a.items, b.items)
+        for a, b in zip(first, other, strict=True)
+    )
+
+
+def run(sequences, *, model=None, final=False, **given):
+    model = ModelConfig(n_items=sequences.n_items, **(TINY | (model or {})))
+    config = TrainConfig(**({"epochs": 3, "negatives": 16} | given))
+    return fit(sequences, model, config, progress=False, final=final)
+
+
+@pytest.mark.parametrize("loss", ["sampled", "full", "bce", "gbce"])
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_training_lowers_the_loss(sequences, model, loss):
+    given = {"model": model, "dropout": 0.0}
+    history = run(
+        sequences, model=given, loss=loss, epochs=10, lr=1e-2, batch=32
+    ).result["history"]
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+
+
+def clockless(history):
+    return [
+        {k: v for k, v in record.items() if "seconds" not in k}
+        for record in history
+    ]
+
+
+def test_hstu_trains_on_times_and_on_their_differences_only():
+    def trained(sequences):
+        result = run(sequences, model={"model": "hstu"}, epochs=2).result
+        return clockless(result["history"]), result["validation"]
+
+    found = trained(dated(ROWS))
+    assert found == trained(dated(ROWS, start=0.0))
+    assert found[0][0]["loss"] != trained(Sequences.of(ROWS))[0][0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss": "full"},
+        {"loss": "bce"},
+        {"loss": "sampled", "correct": False},
+        {"loss": "sampled", "correct": True},
+        {"loss": "gbce", "calibration": 0.2},
+    ],
+)
+def test_the_trainer_asks_for_the_loss_of_its_configuration(sequences, given):
+    torch.manual_seed(0)
+    net = build(ModelConfig(n_items=40, **TINY)).eval()
+    batch, negatives = epoch(sequences)[0], torch.arange(1, 8)
+    found = trainer._Questions(net)(batch, negatives, TrainConfig(**given))
+    asked = batch.target > 0
+    options = {k: v for k, v in given.items() if k != "loss"}
+    expected = next_item_loss(
+        net(batch.items)[asked],
+        batch.target[asked],
+        net.items.weight,
+        None,
+        negatives,
+        n_items=40,
+        kind=given["loss"],
+        **options,
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_trainer_asks_for_the_batches_of_its_configuration(monkeypatch):
+    sequences, seen = Sequences.of([[1, 2, 3, 4], [5, 6]] * 20), []
+
+    def spy(own, **given):
+        seen.append((own, given))
+        return training_batches(own, **given)
+
+    monkeypatch.setattr(trainer, "training_batches", spy)
+    chosen = {"every_window": True, "mask_rate": 0.4, "last_rate": 0.2}
+    run(sequences, model={"model": "bert4rec"}, epochs=1, batch=33, **chosen)
+    run(sequences, model={"model": "sasrec"}, epochs=1)
+    (own, cloze), (_, causal) = seen
+    assert own[0].tolist() == [1, 2]
+    assert own[1].tolist() == [5, 6]  # too short to be asked
+    for given in (cloze, causal):
+        given.pop("rng")
+    assert cloze == {"length": 6, "size": 33, "mask_id": 7} | chosen
+    assert causal["mask_id"] is None and causal["size"] == 128
+
+
+@pytest.fixture
+def adam(monkeypatch):
+    """Every optimiser made, and the norm of each step's gradient."""
+    made = []
+
+    class Spy(torch.optim.Adam):
+        def __init__(self, groups, **given):
+            super().__init__(groups, **given)
+            self.norms = []
+            made.append(self)
+
+        def step(self):
+            parts = [p.grad for g in self.param_groups for p in g["params"]]
+            flat = torch.cat([x.flatten() for x in parts if x is not None])
+            self.norms.append(float(flat.norm()))
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "Adam", Spy)
+    return made
+
+
+def test_the_optimiser_has_the_rates_of_its_configuration(sequences, adam):
+    rates = {"lr": 2e-3, "precision_lr": 5e-2, "weight_decay": 0.1}
+    fitted = run(sequences, model={"bft": BFTConfig()}, epochs=1, **rates)
+    (made,) = adam
+    of = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in made.param_groups
+        for p in group["params"]
+    }
+    for name, p in fitted.model.named_parameters():
+        precision = name.startswith("tau.") or "process_noise" in name
+        assert of.pop(id(p)) == (5e-2 if precision else 2e-3, 0.1), name
+    assert not of
+
+
+def test_clip_bounds_the_gradient_of_a_step(sequences, adam):
+    for clip in (0.0, 0.01):
+        run(sequences, epochs=2, clip=clip, batch=64)
+    free, clipped = (made.norms for made in adam)
+    assert min(free) > 0.02
+    assert len(clipped) == len(free)
+    assert clipped == pytest.approx([0.01] * len(free), rel=1e-3)
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
+    bft = BFTConfig(project=False)
+    result = run(sequences, model={"model": model, "bft": bft}).result
+    assert result["model"]["bft"]["project"] is False
+    for layer in result["anatomy"]["layers"]:
+        assert all(0 < k < 1 for k in layer["gain"] if k is not None)
+        assert layer["process_noise_mean"] > 0
+    assert len(result["anatomy"]["tau"]) == 4
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_interventions_change_what_they_name_and_leave_the_model(
+    sequences, model
+):
+    bft = BFTConfig(project=False, process_noise=0.3)
+    fitted = run(sequences, model={"model": model, "bft": bft}, epochs=1)
+    split, cpu = sequences.split("validation"), torch.device("cpu")
+    net = fitted.model.eval()
+    items = torch.randint(1, 41, (4, 6))
+    before = net(items)
+
+    def seen(change):
+        with torch.no_grad(), change:
+            return net(items, trace=True)
+
+    other = net.tau.of_items(net.items.weight).flip(0) + torch.arange(
+        net.items.num_embeddings
+    ).remainder(3)
+    moved = seen(diagnostics._initial_precision(net, other))[0]
+    assert not torch.allclose(moved, before)
+    gains = [torch.full((net.config.d,), k) for k in (0.2, 0.6)]
+    _, traces = seen(diagnostics._constant_gains(net, gains))
+    for trace, gain in zip(traces, gains, strict=True):
+        torch.testing.assert_close(
+            trace.gain, gain.expand_as(trace.gain), rtol=1e-5, atol=1e-6
+        )
+    assert torch.equal(net(items), before)
+    found = interventions(net, split, lambda: evaluate(net, split, cpu))
+    assert list(found) == [
+        "trained",
+        "tau equal",
+        "tau shuffled",
+        "gain constant",
+    ]
+    trained = fitted.result["validation"]["NDCG@10"]
+    assert found["trained"]["NDCG@10"] == trained
+    for kept in found.values():
+        ranks = Ranking.from_top(kept["top"])
+        assert ranks.summary()["NDCG@10"] == kept["NDCG@10"]
+    assert torch.equal(net(items), before)
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_a_process_without_a_question_takes_part(sequences, model):
+    """Two processes and one sequence: DDP needs a gradient from both."""
+    net = build(ModelConfig(n_items=40, model=model, bft=BFTConfig(), **TINY))
+    batch = next(
+        training_batches(
+            sequences,
+            length=6,
+            size=1,
+            rng=np.random.default_rng(0),
+            mask_id=getattr(net, "mask_id", None),
+        )
+    ).share(1, 2)
+    assert len(batch.items) == 0
+    loss = trainer._Questions(net)(batch, None, TrainConfig())
+    loss.backward()
+    assert loss == 0
+    for p in net.parameters():
+        assert (p.grad == 0).all()
+
+
+def test_a_plain_model_has_no_anatomy(sequences):
+    fitted = run(sequences)
+    with pytest.raises(ValueError, match="expected a Bayesian filter"):
+        anatomy(
+            fitted.model, sequences.split("validation"), torch.device("cpu")
+        )
+
+
+def test_the_command_line_offers_all_there_is():
+    from bft_ref.recsys.data import READERS
+    from bft_ref.recsys.data.readers import Format
+    from bft_ref.recsys.models import MODELS
+    from bft_ref.recsys.train.__main__ import Model
+
+    assert get_args(Format) == tuple(READERS)
+    assert get_args(Model) == (*MODELS, "popularity", "item-knn")
+
+
+def test_a_trained_model_beats_popularity():
+    from bft_ref.recsys import metrics
+
+    simulation = simulate(500, 60, noise=(0.05, 0.5), seed=1)
+    data = simulation.sequences
+    split = data.split()
+    baseline = metrics.evaluate(split, metrics.popularity(split)).summary()
+    found = run(
+        data,
+        model={"d": 32, "ffn": 64, "length": 18},
+        epochs=15,
+        loss="full",
+        lr=3e-3,
+        batch=32,
+        evaluate_every=5,
+    ).result["validation"]
+    assert found["NDCG@10"] > 1.3 * baseline["NDCG@10"]
+
+
+def test_result_has_its_provenance(sequences):
+    fitted = run(sequences, epochs=2)
+    result = json.loads(json.dumps(fitted.result))
+    assert result["data"]["interactions"] == len(sequences.items)
+    assert result["code"]["torch"] == torch.__version__
+    assert len(result["code"]["source_sha256"]) == 64
+    assert result["training_peak_bytes"] > 1e6
+    device = next(fitted.model.parameters()).device
+    assert result["device"] == provenance.device_name(device)
+    assert result["resumed_with"] == []
+    assert result["seed"] == 0 and result["epochs"] == 2
+    assert str(ROOT) not in json.dumps(result)
+    found = result["validation"]
+    again = Ranking.from_top(found["top"])
+    for k in (5, 10, 20):
+        assert again.summary((k,))[f"NDCG@{k}"] == found[f"NDCG@{k}"]
+        assert again.summary((k,))[f"HR@{k}"] == found[f"HR@{k}"]
+
+
+def test_the_best_epoch_is_kept_and_patience_ends_it(sequences):
+    result = run(sequences, epochs=40, patience=2, lr=0.3).result
+    values = [r["NDCG@10"] for r in result["history"]]
+    best = int(np.argmax(values))
+    assert result["best_epoch"] == best + 1
+    assert result["validation"]["NDCG@10"] == values[best]
+    assert result["stopped_early"] and result["epochs"] == best + 3
+
+
+@pytest.mark.parametrize("tau", [None, "frequency", "shuffled"])
+def test_only_final_looks_at_the_test_items(sequences, tau):
+    model = {} if tau is None else {"bft": BFTConfig(), "tau": tau}
+    assert "test" not in run(sequences, model=model, epochs=1).result
+    last = sequences.offsets[1:] - 1
+    changed = sequences.items.copy()
+    changed[last] = changed[last] % 40 + 1
+    other = Sequences(changed, sequences.offsets, sequences.n_items)
+    assert other.frequency.tolist() != sequences.frequency.tolist()
+    a, b = (run(s, model=model, final=True) for s in (sequences, other))
+    assert clockless(a.result["history"]) == clockless(b.result["history"])
+    assert a.result["validation"] == b.result["validation"]
+    assert a.result["test"]["users"] == len(sequences)
+    assert a.result["test"] != b.result["test"]
+
+
+def test_tau_comes_from_the_frequency_in_what_is_trained_on(sequences):
+    given = {"bft": BFTConfig(), "tau": "frequency", "tau_power": 0.5}
+    count = np.ones(41)
+    for u in range(len(sequences)):
+        for item in sequences[u][:-2]:
+            count[item] += 1
+    tau = run(sequences, model=given, epochs=1).model.tau.log_tau.exp()
+    expected = (count[1:] / np.exp(np.log(count[1:]).mean())) ** 0.5
+    np.testing.assert_allclose(tau[1:], expected, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_an_error(sequences):
+    with pytest.raises(ValueError, match="loss.*finite"):
+        run(sequences, lr=1e30, epochs=4)
+
+
+def test_the_last_epoch_is_evaluated(sequences):
+    fitted = run(sequences, epochs=3, evaluate_every=2)
+    asked = ["NDCG@10" in record for record in fitted.result["history"]]
+    assert asked == [False, True, True]
+    assert run(sequences, epochs=1, evaluate_every=5).result["best_epoch"] == 1
+
+
+def test_what_does_not_fit_is_refused(sequences):
+    with pytest.raises(ValueError, match="n_items: expected 40"):
+        fit(sequences, ModelConfig(n_items=39, **TINY), TrainConfig())
+    short = Sequences.of([[1, 2], [3]], name="short")
+    with pytest.raises(DataError, match="short: no user has three items"):
+        run(short)
+
+
+@pytest.mark.parametrize(
+    "given, reader",
+    [
+        ({"mask_rate": 0.5}, "sasrec"),
+        ({"last_rate": 0.5}, "sasrec"),
+        ({"correct": False, "loss": "full"}, "loss 'full'"),
+        ({"correct": False, "loss": "bce"}, "loss 'bce'"),
+        ({"correct": False, "loss": "gbce"}, "loss 'gbce'"),
+        ({"calibration": 0.5, "loss": "sampled"}, "loss 'sampled'"),
+        ({"calibration": 0.5, "loss": "bce"}, "loss 'bce'"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(sequences, given, reader):
+    said = f"^{next(iter(given))}: .* since {reader} does not read it"
+    with pytest.raises(ValueError, match=said):
+        run(sequences, **given)
+
+
+def test_a_resumed_run_says_which_code_went_on(
+    sequences, tmp_path, monkeypatch
+):
+    path = tmp_path / "run.pt"
+    model = ModelConfig(n_items=40, **TINY)
+    config = TrainConfig(epochs=2, negatives=16)
+
+    class Killed(Exception):
+        pass
+
+    def kill(record):
+        raise Killed
+
+    with pytest.raises(Killed):
+        fit(
+            sequences,
+            model,
+            config,
+            checkpoint=path,
+            progress=False,
+            on_epoch=kill,
+        )
+    first = trainer.code_version()
+    other = first | {"source_sha256": "0" * 64}
+    monkeypatch.setattr(trainer, "code_version", lambda: other)
+    result = fit(
+        sequences, model, config, checkpoint=path, progress=False
+    ).result
+    assert result["code"] == first and result["resumed_with"] == [other]
+
+
+def test_a_checkpoint_of_another_run_is_refused(sequences, tmp_path):
+    model = ModelConfig(n_items=40, **TINY)
+    path = tmp_path / "run.pt"
+    fit(
+        sequences,
+        model,
+        TrainConfig(epochs=1),
+        checkpoint=path,
+        progress=False,
+    )
+    with pytest.raises(ValueError, match="another configuration"):
+        fit(
+            sequences,
+            model,
+            TrainConfig(epochs=1, seed=1),
+            checkpoint=path,
+            progress=False,
+        )
+
+
+def test_the_checksum_of_the_source_is_that_of_its_contents(
+    tmp_path, monkeypatch
+):
+    source = tmp_path / "a" / "part.py"
+    source.parent.mkdir()
+    start = tmp_path / "__init__.py"
+    start.write_text("")
+    monkeypatch.setattr(provenance.bft_ref, "__file__", str(start))
+    sums = []
+    for text in ("x = 1", "x = 2", "x = 1"):
+        source.write_text(text)
+        sums.append(provenance.code_version()["source_sha256"])
+    assert sums[0] == sums[2] != sums[1]
+    source.rename(source.with_name("other.py"))
+    assert provenance.code_version()["source_sha256"] != sums[0]
+
+
+def write_s3rec(path, sequences):
+    lines = [
+        " ".join(map(str, [u + 1, *sequences[u]]))
+        for u in range(len(sequences))
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+LINE = (
+    "--d-model 8 --ffn 16 --length 6 --negatives 16 --bft observation=value "
+    "--epochs 8 --patience 8 --threads 1 --quiet --device cpu"
+)
+OPTIONS = LINE.split()
+
+
+def command(data, output, *more):
+    python = [sys.executable, "-m", "bft_ref.recsys.train"]
+    if "torchrun" in more:
+        python = [sys.executable, "-m", "torch.distributed.run"]
+        python += ["--standalone", "--nproc-per-node", "2"]
+        python += ["-m", "bft_ref.recsys.train"]
+    more = [m for m in more if m != "torchrun"]
+    return [*python, "--data", data, "--output", output, *OPTIONS, *more]
+
+
+def environment():
+    known = {k: v for k, v in os.environ.items() if k != "BFT_DATA"}
+    return known | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def without_clocks(path):
+    """A result but for its times and its memory, which are never the same."""
+    result = json.loads(Path(path).read_text())
+    for name in list(result):
+        if any(x in name for x in ("seconds", "memory", "bytes")):
+            del result[name]
+    for record in result["history"]:
+        for name in list(record):
+            if "seconds" in name:
+                del record[name]
+    return result
+
+
+# The command line that stops before the second step of its fourth epoch.
+STOPS = """
+import time
+from bft_ref.recsys.train import __main__ as command_line, trainer
+
+draw, drawn = trainer.uniform_negatives, []
+
+def stop(*given):
+    drawn.append(given)
+    if len(drawn) == 8:
+        print("stopped", flush=True)
+        time.sleep(600)
+    return draw(*given)
+
+trainer.uniform_negatives = stop
+command_line.app()
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_result(sequences, tmp_path):
+    data = str(write_s3rec(tmp_path / "d.txt", sequences))
+    whole, part = str(tmp_path / "whole.json"), str(tmp_path / "part.json")
+    subprocess.run(command(data, whole), env=environment(), check=True)
+    checkpoint = tmp_path / "run.pt"
+    resumable = command(data, part, "--checkpoint", str(checkpoint))
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS, *resumable[3:]],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "stopped\n"
+        process.kill()
+    assert torch.load(checkpoint, weights_only=True)["epoch"] == 3
+    assert not Path(part).exists()
+    subprocess.run(resumable, env=environment(), check=True)
+    assert without_clocks(part) == without_clocks(whole)
+
+
+def test_two_processes_find_what_one_finds(sequences, tmp_path):
+    data = str(write_s3rec(tmp_path / "d.txt", sequences))
+    one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
+    short = ["--dropout", "0", "--epochs", "2", "--batch", "33"]
+    subprocess.run(command(data, one, *short), env=environment(), check=True)
+    subprocess.run(
+        command(data, two, "torchrun", *short), env=environment(), check=True
+    )
+    a, b = without_clocks(one), without_clocks(two)
+    assert (a["processes"], b["processes"]) == (1, 2)
+    for x, y in zip(a["history"], b["history"], strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-5)
+        assert x["NDCG@10"] == pytest.approx(y["NDCG@10"], abs=2e-3)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def said(result):
+    """What it wrote, without the box around it."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_command_line_runs_baselines(sequences, tmp_path):
+    data = write_s3rec(tmp_path / "d.txt", sequences)
+    output = tmp_path / "out" / "pop.json"
+    ranks = tmp_path / "ranks.npz"
+    arguments = ["--data", data, "--model", "popularity", "--output", output]
+    assert invoke(*arguments, "--ranks", ranks).exit_code == 0
+    result = json.loads(output.read_text())
+    assert "test" not in result
+    with np.load(ranks) as stored:
+        hit = (stored["validation_above"] + stored["validation_tied"]) < 10
+    assert hit.mean() == result["validation"]["HR@10"]
+    before = output.read_bytes()
+    assert invoke(*arguments).exit_code == 0
+    again = invoke(*arguments, "--final")
+    assert again.exit_code == 2 and "no test items" in said(again)
+    again = invoke(*arguments[:3], "item-knn", *arguments[4:])
+    assert again.exit_code == 2 and "another configuration" in said(again)
+    fewer = write_s3rec(tmp_path / "e.txt", sequences.take(np.arange(9)))
+    again = invoke("--data", fewer, *arguments[2:])
+    assert again.exit_code == 2 and "another configuration" in said(again)
+    assert output.read_bytes() == before
+    again = invoke(*arguments, "--weight-decay", 0.1)
+    assert again.exit_code == 2 and "--weight-decay" in said(again)
+    knn = invoke("--data", data, "--model", "item-knn", "--final")
+    assert "test" in json.loads(knn.stdout)
+
+
+OUTPUTS = ("output", "ranks", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--data", "nothing.txt"], "nothing.txt"),
+        (["--bft", "observation=median"], "observation"),
+        (["--bft", "colour=red"], "colour"),
+        (["--bft", "on", "--gate", "ligr"], "gate"),
+        (["--d-model", "9"], "heads"),
+        (["--epochs", "0"], "epochs"),
+        (["--mask-rate", "0.5"], "mask_rate"),
+        (["--loss", "full", "--no-correct"], "correct"),
+        (["--calibration", "0.5"], "calibration"),
+        (["--gate", "constant", "--gate-value", "high"], "--gate-value"),
+        (["--bft", "prior_dof=1,prior-dof=2"], "prior_dof: expected once"),
+        (["--model", "popularity", "--d-model", "8"], "--d-model"),
+        (["--device", "gpu"], "--device"),
+        (["--threads", "-1"], "--threads"),
+        *((["--" + x, "."], "--" + x) for x in OUTPUTS),
+    ],
+)
+def test_the_command_line_names_the_bad_option(
+    sequences, tmp_path, arguments, said
+):
+    data = write_s3rec(tmp_path / "d.txt", sequences)
+    found = invoke("--data", data, *arguments)
+    assert found.exit_code == 2
+    assert said in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize("model", ["sasrec", "popularity"])
+def test_the_command_line_refuses_data_that_ask_nobody(tmp_path, model):
+    data = write_s3rec(tmp_path / "d.txt", Sequences.of([[1, 2], [2, 1]]))
+    found = invoke("--data", data, "--model", model)
+    assert found.exit_code == 2
+    assert "--data" in said(found) and "d: no user has three" in said(found)
+
+
+COMMON = """--data my.txt --data-dir there --format s3rec --length 9
+    --d-model 24 --layers 3 --heads 3 --ffn 48 --dropout 0.1
+    --embedding-std 0.3 --epochs 7
+    --patience 3 --evaluate-every 2 --batch 17 --lr 0.02 --weight-decay 0.01
+    --every-window --seed 11 --device meta --threads 5 --checkpoint c.pt
+    --quiet --final --read-at 3,5"""
+SAMPLED = """--residual original --gate vector --gate-value 0.9,0.5,0.2
+    --tau-bias --tau shuffled --tau-power 0.25 --tau-start 2
+    --precision-lr 0.03 --loss sampled --negatives 77 --no-correct"""
+GBCE = """--model bert4rec --bft granularity=token --tau mlp --mask-rate 0.45
+    --loss gbce --calibration 0.35"""
+SIZES = {
+    "n_items": 100,
+    "length": 9,
+    "d": 24,
+    "layers": 3,
+    "heads": 3,
+    "ffn": 48,
+    "dropout": 0.1,
+    "embedding_std": 0.3,
+}
+BUDGET = {
+    "epochs": 7,
+    "patience": 3,
+    "evaluate_every": 2,
+    "batch": 17,
+    "lr": 0.02,
+    "weight_decay": 0.01,
+    "every_window": True,
+    "seed": 11,
+}
+LINES = [
+    (
+        SAMPLED,
+        {
+            "residual": "original",
+            "gate": "vector",
+            "gate_value": (0.9, 0.5, 0.2),
+            "tau_bias": True,
+            "tau": "shuffled",
+            "tau_power": 0.25,
+            "tau_start": 2.0,
+        },
+        {"precision_lr": 0.03, "negatives": 77, "correct": False},
+    ),
+    (
+        GBCE,
+        {
+            "model": "bert4rec",
+            "bft": BFTConfig(granularity="token"),
+            "tau": "mlp",
+        },
+        {"mask_rate": 0.45, "loss": "gbce", "calibration": 0.35},
+    ),
+]
+
+
+@pytest.mark.parametrize("line, model, train", LINES)
+def test_every_option_arrives(monkeypatch, line, model, train):
+    seen = {}
+
+    def load(data, **given):
+        seen["load"] = (data, given)
+        return SimpleNamespace(n_items=100, describe=dict)
+
+    def fit(_, *configs, **given):
+        seen["fit"] = (configs, given)
+        return SimpleNamespace(result={}, rankings={})
+
+    monkeypatch.setattr(command_line, "load", load)
+    monkeypatch.setattr(command_line, "fit", fit)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    done = invoke(*COMMON.split(), *line.split())
+    assert done.exit_code == 0, done.output
+    where = {"folder": Path("there"), "format": "s3rec"}
+    assert seen["load"] == ("my.txt", where)
+    configs, given = seen["fit"]
+    assert configs[0] == ModelConfig(**SIZES, **model)
+    assert configs[1] == TrainConfig(**BUDGET, **train)
+    assert given == {
+        "device": torch.device("meta"),
+        "checkpoint": Path("c.pt"),
+        "final": True,
+        "read_at": [3, 5],
+        "progress": False,
+    }
+    assert threads == [5]
+
+
+def test_no_option_is_left_out_above():
+    written = " ".join([COMMON, SAMPLED, GBCE]).split()
+    files = {"--output", "--ranks", "--help"}
+    for option in typer.main.get_command(app).params:
+        assert set(written) & {*option.opts, *option.secondary_opts} or (
+            files & set(option.opts)
+        ), option.name
+    for config, given in [
+        (ModelConfig, [SIZES, *(model for _, model, _ in LINES)]),
+        (TrainConfig, [BUDGET, *(train for _, _, train in LINES)]),
+    ]:
+        python_only = {"activation", "temperature", "last_rate", "clip"}
+        defaults = {f.name: f.default for f in fields(config)}
+        changed = {
+            name
+            for each in given
+            for name, value in each.items()
+            if value != defaults[name]
+        }
+        assert set(defaults) - changed <= python_only
+
+
+def test_a_gate_value_is_one_number_or_several():
+    assert numbers("0.7") == 0.7
+    assert numbers("0.9,-2,1e-3") == (0.9, -2.0, 0.001)
+    for text in ("", "high", "0.9,", "0.9;0.2"):
+        with pytest.raises(typer.BadParameter, match="expected a number"):
+            numbers(text)
+
+
+def test_help_is_worth_reading():
+    text = " ".join(invoke("--help").output.split())
+    for said in ("--final", "--bft", "--checkpoint", "torchrun", "--gate"):
+        assert said in text
+
+
+def test_filter_options_become_a_config():
+    assert filter_config("off") is None
+    assert filter_config("on") == BFTConfig()
+    found = filter_config("observation=value,project=false,prior-dof=5")
+    assert found == BFTConfig(
+        observation="value", project=False, prior_dof=5.0
+    )
+    for text, complaint in [
+        ("prior_dof=abc", "prior_dof: expected a number, got 'abc'"),
+        ("project=maybe", "project: expected true or false, got 'maybe'"),
+        ("prior=1", "got 'prior=1'"),
+        ("observation=x", "observation"),
+    ]:
+        with pytest.raises(typer.BadParameter, match=complaint):
+            filter_config(text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss": "x"},
+        {"epochs": 0},
+        {"patience": 0},
+        {"evaluate_every": 0},
+        {"batch": 0},
+        {"lr": 0.0},
+        {"precision_lr": 0.0},
+        {"mask_rate": 1.5},
+        {"calibration": -0.1},
+        {"calibration": 1.1},
+        {"calibration": math.nan},
+        {"clip": -1.0},
+        {"clip": math.nan},
+        {"clip": math.inf},
+        {"negatives": 0},
+        {"lr": math.nan},
+        {"lr": math.inf},
+        {"precision_lr": math.nan},
+        {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"mask_rate": math.nan},
+        {"last_rate": -0.1},
+        {"last_rate": 1.1},
+        {"last_rate": math.nan},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+)
+def test_training_configuration_names_the_bad_argument(given):
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected"):
+        TrainConfig(**given)
+
+
+@pytest.mark.parametrize("field", fields(TrainConfig), ids=lambda f: f.name)
+def test_training_configuration_names_a_field_of_another_type(field):
+    others = {int: (3.0, True, "3"), float: ("3", True), bool: (1, "no")}
+    for value in (None, [3], *others.get(field.type, (3,))):
+        said = f"^{field.name}: expected {field.type.__name__}, got "
+        with pytest.raises(TypeError, match=said + re.escape(repr(value))):
+            TrainConfig(**{field.name: value})
+
+
+def test_one_and_one_point_nought_are_one_training_configuration():
+    found = TrainConfig(lr=1, epochs=np.int64(3), weight_decay=np.float32(0))
+    assert json.dumps(asdict(found)) == json.dumps(
+        asdict(TrainConfig(lr=1.0, epochs=3))
+    )
+
+
+@pytest.mark.parametrize("end", [0.0, 1.0])
+def test_gbce_is_calibrated_from_none_to_all(sequences, end):
+    result = run(sequences, epochs=1, loss="gbce", calibration=end).result
+    assert result["train"]["calibration"] == end
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu(sequences):
+    model = ModelConfig(n_items=40, bft=BFTConfig(), **TINY)
+    fitted = fit(
+        sequences, model, TrainConfig(epochs=2), device="cuda", progress=False
+    )
+    assert next(fitted.model.parameters()).is_cuda
+    assert math.isfinite(fitted.result["history"][-1]["loss"])
