@@ -33,14 +33,14 @@ SMALL = (
 )
 #: The filter of the main comparison: the package's default.
 FILTER = "--bft on"
-VALUE = "--bft observation=value,project=false"
+VALUE = "--bft reading=value,project_variance=false"
 #: Tried in development: controls, which could explain a gain of the filter
 #: away, and variants of the filter; those asked first stand first.
 TRIALS = {
     "constant": "--gate constant --gate-value 0.7",
     "bft-value": VALUE,
     "by-layer": "--gate constant --gate-value 0.98,0.28",
-    "bft-prediction": "--bft observation=prediction,project=false",
+    "bft-prediction": "--bft reading=prediction,project_variance=false",
     "ligr": "--gate ligr",
     "bft-value-tau-unit": f"{VALUE} --tau unit",
     "vector": "--gate vector",
@@ -53,7 +53,7 @@ TRIALS = {
     "scalar": "--gate scalar",
     "bft-token": "--bft granularity=token",
     "rezero": "--gate scalar --gate-value 0.01",
-    "bft-mean": "--bft observation=mean,project=false",
+    "bft-mean": "--bft reading=mean,project_variance=false",
     "qiu-head": "--gate qiu-head",
     "bft-tau-frequency": f"{FILTER} --tau frequency",
     "dropout-0.6": "--dropout 0.6",

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bft_ref.checks import choice
 from bft_ref.recsys.metrics import Difference, Ranking, paired_bootstrap
+from bft_ref.support.checks import choice
 
 Run = dict[str, Any]
 #: the two kinds of strata, and the index of the rarest targets in the first

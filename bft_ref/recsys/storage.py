@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import numpy as np
 import torch
 
-from bft_ref import checks
 from bft_ref.recsys.models import ModelConfig, Recommender, build
+from bft_ref.support import checks
 
 Config = TypeVar("Config")
 #: of both formats: raised when an older reader would read a newer file wrongly

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bft_ref.checks import count, whole
+from bft_ref.support.checks import count, whole
 
 #: Seconds since 1970 reach this in the year 5138, milliseconds in 1973.
 MILLISECONDS = 1e11

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from bft_ref import checks
-from bft_ref.layer import BFTConfig, LayerTrace
+from bft_ref.config import BFTConfig
+from bft_ref.layer import LayerTrace
 from bft_ref.recsys.models.gates import GATES
 from bft_ref.recsys.models.padding import Rows, on_the_right
 from bft_ref.recsys.models.precision import SOURCES, InitialPrecision, counts
+from bft_ref.support import checks
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from bft_ref import checks
 from bft_ref.initial_precision import ItemPrecision, MLPPrecision
+from bft_ref.support import checks
 
 Source = Literal["item", "mlp", "unit", "frequency", "shuffled"]
 SOURCES: tuple[Source, ...] = get_args(Source)

@@ -135,11 +135,8 @@ class Encoder(nn.Module):
                 belief,
                 src_key_padding_mask=padding,
                 is_causal=self.causal,
-                trace=trace,
+                traces=traces if trace else None,
             )
-            if trace:
-                belief, seen = belief
-                traces.append(seen)
         return belief.mean, traces
 
     def _bias(self, h, log_tau, padding):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data import DATASETS, DataError, DataUnavailableError, load
 from bft_ref.recsys.data.readers import Format
@@ -204,7 +204,7 @@ def main(
         typer.Option(
             metavar="on|off|NAME=VALUE,…",
             help="Make every layer a Bayesian filter; with options of "
-            "BFTConfig, e.g. observation=value,project=false.",
+            "BFTConfig, e.g. reading=value,project_variance=false.",
             rich_help_panel=FILTER,
         ),
     ] = "off",
@@ -398,7 +398,7 @@ def main(
 
     The same as a Bayesian filter, resumable:
 
-        python -m bft_ref.recsys.train --data beauty --bft observation=value --checkpoint run.pt
+        python -m bft_ref.recsys.train --data beauty --bft reading=value --checkpoint run.pt
 
     A control: attention branch times a constant:
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bft_ref import reml
 from bft_ref.belief import Belief
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import (
     GATES,
     Gate,
@@ -27,7 +27,7 @@ from tests.factories import ENDS, randomise
 
 SMALL = {"n_items": 30, "d": 16, "ffn": 24, "heads": 2, "length": 8}
 MODELS = ("sasrec", "bert4rec", "hstu")
-FILTER = BFTConfig(project=False)
+FILTER = BFTConfig(project_variance=False)
 
 
 def small(model="sasrec", *, dropout=0.0, seed=0, frequency=None, **given):
@@ -189,7 +189,7 @@ def test_hstu_variance_is_the_loop_over_weights(
         prior_dof=2.5,
         granularity=granularity,
         prior_scale=prior_scale,
-        project=project,
+        project_variance=project,
     )
     config = ModelConfig(model="hstu", dropout=0.0, bft=bft, **SMALL)
     layer = HSTULayer(config)
@@ -628,7 +628,7 @@ def test_precision_learns_at_its_own_rate():
         ({"temperature": 0.1}, "sasrec does not read it; got 0.1"),
         ({"bft": FILTER, "tau_power": -0.5}, "tau 'item' does not read it"),
         ({"model": "hstu", "activation": "relu"}, "no feed-forward network"),
-        ({"model": "hstu", "bft": BFTConfig(observation="value")}, "HSTU's"),
+        ({"model": "hstu", "bft": BFTConfig(reading="value")}, "HSTU's"),
         ({"tau_bias": True, "bft": FILTER}, "bft"),
         ({"model": "bert4rec", "residual": "original"}, "residual"),
         ({"model": "hstu", "gate": "ligr"}, "gate"),
@@ -668,7 +668,10 @@ def test_configuration_names_the_bad_argument(given, said):
         ({"model": 3}, "model: expected str, got 3"),
         ({"activation": F.relu}, "activation: expected str"),
         ({"bft": True}, "bft: expected BFTConfig or None, got True"),
-        ({"bft": {"project": False}}, "bft: expected BFTConfig or None, got"),
+        (
+            {"bft": {"project_variance": False}},
+            "bft: expected BFTConfig or None, got",
+        ),
     ],
 )
 def test_configuration_names_a_field_of_another_type(given, said):

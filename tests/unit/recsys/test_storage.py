@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys import storage
 from bft_ref.recsys.models import ModelConfig, build
 from bft_ref.recsys.storage import from_json, load, save, to_json
@@ -20,7 +20,7 @@ from bft_ref.recsys.train import TrainConfig
 from tests.factories import label, randomise
 
 ROOT = Path(__file__).resolve().parents[3]
-FILTER = BFTConfig(granularity="token", prior_dof=3.5, project=False)
+FILTER = BFTConfig(granularity="token", prior_dof=3.5, project_variance=False)
 CONFIGS = [
     ModelConfig(n_items=7),
     ModelConfig(n_items=7, gate="vector", gate_value=(0.1, 0.7), layers=2),
@@ -101,7 +101,7 @@ def test_what_was_added_later_has_its_default():
         ),
         (
             ModelConfig,
-            changed(CONFIGS[0], bft={"project": "no"}),
+            changed(CONFIGS[0], bft={"project_variance": "no"}),
             TypeError,
             "project: expected bool, got 'no'",
         ),

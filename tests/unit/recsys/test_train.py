@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import typer
 from typer.testing import CliRunner
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import DataError, Sequences, simulate
 from bft_ref.recsys.metrics import Ranking
 from bft_ref.recsys.models import ModelConfig, build
@@ -631,7 +631,7 @@ def test_clip_bounds_the_gradient_of_a_step(sequences, adam):
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
 def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
-    bft = BFTConfig(project=False)
+    bft = BFTConfig(project_variance=False)
     result = run(sequences, model={"model": model, "bft": bft}).result
     assert result["model"]["bft"]["project"] is False
     for layer in result["anatomy"]["layers"]:
@@ -644,7 +644,7 @@ def test_a_filter_trains_and_shows_its_anatomy(sequences, model):
 def test_interventions_change_what_they_name_and_leave_the_model(
     sequences, model
 ):
-    bft = BFTConfig(project=False, process_noise=0.3)
+    bft = BFTConfig(project_variance=False, process_noise=0.3)
     fitted = run(sequences, model={"model": model, "bft": bft}, epochs=1)
     split, cpu = sequences.split("validation"), torch.device("cpu")
     net = fitted.model.eval()
@@ -911,7 +911,7 @@ def write_s3rec(path, sequences):
 
 
 LINE = (
-    "--d-model 8 --ffn 16 --length 6 --negatives 16 --bft observation=value "
+    "--d-model 8 --ffn 16 --length 6 --negatives 16 --bft reading=value "
     "--epochs 8 --patience 8 --threads 1 --quiet --device cpu"
 )
 OPTIONS = LINE.split()
@@ -1042,7 +1042,7 @@ OUTPUTS = ("output", "ranks", "checkpoint")
     "arguments, said",
     [
         (["--data", "nothing.txt"], "nothing.txt"),
-        (["--bft", "observation=median"], "observation"),
+        (["--bft", "reading=median"], "observation"),
         (["--bft", "colour=red"], "colour"),
         (["--bft", "on", "--gate", "ligr"], "gate"),
         (["--d-model", "9"], "heads"),
@@ -1204,15 +1204,18 @@ def test_help_is_worth_reading():
 def test_filter_options_become_a_config():
     assert filter_config("off") is None
     assert filter_config("on") == BFTConfig()
-    found = filter_config("observation=value,project=false,prior-dof=5")
+    found = filter_config("reading=value,project_variance=false,prior-dof=5")
     assert found == BFTConfig(
-        observation="value", project=False, prior_dof=5.0
+        reading="value", project_variance=False, prior_dof=5.0
     )
     for text, complaint in [
         ("prior_dof=abc", "prior_dof: expected a number, got 'abc'"),
-        ("project=maybe", "project: expected true or false, got 'maybe'"),
+        (
+            "project_variance=maybe",
+            "project: expected true or false, got 'maybe'",
+        ),
         ("prior=1", "got 'prior=1'"),
-        ("observation=x", "observation"),
+        ("reading=x", "observation"),
     ]:
         with pytest.raises(typer.BadParameter, match=complaint):
             filter_config(text)
