@@ -7,12 +7,13 @@ from torch.library import custom_op
 
 from bft_ref import delta
 from bft_ref.delta import Activation, Normalised
+from bft_ref.fast.algebra import growth
 from bft_ref.fast.backward import by_plain_form, differentiated
 from bft_ref.support.derivatives import reverse_mode_only
 from bft_ref.support.numerics import at_least_float32, autocast_device
 
 
-def feed_forward_jacobian(
+def feed_forward_growth(
     x: Tensor,
     w_in: Tensor,
     b_in: Tensor | None,
@@ -25,7 +26,7 @@ def feed_forward_jacobian(
     exact: bool = True,
     token: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`bft_ref.delta.feed_forward_jacobian`, sooner on a CPU.
+    """:func:`bft_ref.delta.feed_forward_growth`, sooner on a CPU.
 
     For ReLU, GELU, SiLU and tanh it is one pass that keeps nothing but
     W₁x + b₁.
@@ -34,7 +35,7 @@ def feed_forward_jacobian(
     name = None if plain else delta.name_of(activation)
     autocast = torch.is_autocast_enabled(autocast_device(x))
     if name is None or x.dtype != w_in.dtype or autocast:
-        return delta.feed_forward_jacobian(
+        return delta.feed_forward_growth(
             *(x, w_in, b_in, w_out, b_out, activation, gated, dropout_p),
             *(norm, exact, token),
         )
@@ -59,11 +60,14 @@ def feed_forward_jacobian(
     if b_out is not None:
         output = output + b_out
     if norm is None:
-        return output, at_least_float32(j) / (x.shape[-1] if token else 1)
-    if exact:
-        outlier = norm.z * radial.view(x.shape) / x.shape[-1]
-        j = j - (outlier.sum(-1, True) if token else outlier)
-    return output, j / norm.scale / (x.shape[-1] if token else 1)
+        j = at_least_float32(j) / (x.shape[-1] if token else 1)
+        return output, delta.log_square(1 + j)
+    outlier = radial.view(x.shape) if exact else None
+    if not token:
+        return output, growth(j, outlier, norm)
+    if outlier is not None:
+        j = j - (norm.z * outlier).sum(-1, True) / x.shape[-1]
+    return output, delta.log_square(1 + j / norm.scale / x.shape[-1])
 
 
 def activation_and_slope(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
