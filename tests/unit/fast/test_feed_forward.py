@@ -11,7 +11,7 @@ from bft_ref import delta
 from bft_ref.delta import ACTIVATIONS
 from bft_ref.fast import feed_forward
 from bft_ref.fast import weighted_columns as columns
-from bft_ref.fast.feed_forward import activation_and_slope
+from bft_ref.fast.feed_forward import activated
 from bft_ref.fast.norm import LayerNorm
 
 F64 = torch.float64
@@ -144,18 +144,17 @@ def test_scores_of_any_size_stay_finite(small_blocks):
 def test_slopes_and_curvatures_are_derivatives(name):
     torch.manual_seed(0)
     a = leaf(50, scale=2.0)
-    value, slope = activation_and_slope(name, a)
+    value, slope, none = activated(name, a)
+    assert none is None
     (first,) = torch.autograd.grad(value.sum(), a)
     torch.testing.assert_close(slope, first, rtol=1e-12, atol=1e-13)
-    kappa = feed_forward.curvature(
-        name, a.detach(), value.detach(), slope.detach()
-    )
+    kappa = activated(name, a.detach(), True)[2]
     if name == "relu":
         assert kappa is None
         return
     a2 = a.detach().requires_grad_()
     (once,) = torch.autograd.grad(
-        activation_and_slope(name, a2)[0].sum(),
+        activated(name, a2)[0].sum(),
         a2,
         create_graph=True,
     )
