@@ -17,7 +17,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from bft_ref.notebook import Frame, facts, figures, sliders
+from bft_ref.notebook import SliderState, facts, figures, sliders
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -330,9 +330,9 @@ NUMBERS = [0.25, 0.5, 0.75]
 
 
 def slider_html() -> str:
-    """A slider of three frames."""
-    frames = [
-        Frame(
+    """A slider of three states."""
+    states = [
+        SliderState(
             lines=[([0, 1], [0, number], "line")],
             readout=f"K = {number:.2f}",
             number=number,
@@ -341,7 +341,7 @@ def slider_html() -> str:
     ]
     box = sliders.Box((0.0, 1.0), (0.0, 1.0))
     settings = ["1", "2", "3"]
-    return sliders.render("one", "Label", settings, frames, box, ("x", "y"), 1)
+    return sliders.render("one", "Label", settings, states, box, ("x", "y"), 1)
 
 
 @pytest.fixture
