@@ -21,7 +21,7 @@ help:
 	@echo "make serve      build it and serve it on port $(PORT)"
 	@echo "make archive    zip the built book, to be read from a folder"
 	@echo "make install    make .venv with all that notebooks and checks need"
-	@echo "make hooks      fix and check at each commit; diffs of notebooks"
+	@echo "make hooks      fix and check at each commit; notebooks by cells"
 	@echo "make notebooks [ONLY=06]"
 	@echo "                execute the notebooks, or one, again and store them"
 	@echo "make set-repo [REPO=owner/name] [BRANCH=main] [REF=main]"
@@ -56,8 +56,12 @@ fix: $(VENV)/test.stamp
 
 hooks: $(VENV)/test.stamp
 	@$(BIN)/python -m pre_commit install -t pre-commit -t pre-push
+	@git config diff.jupyternotebook.command \
+	  "$(BIN)/python -m nbdime.vcs.git.diffdriver diff"
 	@git config diff.jupyternotebook.textconv \
-	  "$(BIN)/python -m jupytext --quiet --to markdown --output -"
+	  "$(BIN)/python -m nbdime.nbshowapp --sources"
+	@git config merge.jupyternotebook.driver \
+	  "$(BIN)/python -m nbdime.vcs.git.mergedriver merge %O %A %B %L %P"
 
 test: $(VENV)/test.stamp
 	@$(BIN)/python tests/run.py

@@ -45,8 +45,6 @@ def facts_of(number: int) -> Facts:
 def look_up(name: str, facts: Facts) -> float:
     """The value of a fact; FactError where it is not recorded."""
     if ":" in name:
-        from book.tools.checks import facts_of
-
         number, name = name.split(":")
         facts = facts_of(int(number))
     if name not in values(facts):
