@@ -6,6 +6,7 @@ picture of the shelves is ``book/images/architecture.svg``.
 
 import ast
 import textwrap
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -152,6 +153,49 @@ def test_no_arrow_runs_up(root: Path):
 def test_every_module_is_on_a_shelf(root: Path):
     found = {shelf(name) for name in modules(root)}
     assert found | {"textbook", "tests"} == set(SHELVES)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(picture: Path) -> tuple[dict[str, set[str]], set[tuple[str, str]]]:
+    """Shelf -> its package and modules, and the arrows of the picture."""
+    tree = ET.parse(picture)
+    shelves = {
+        group.attrib["data-shelf"]: {
+            group.attrib["data-package"],
+            *(
+                f"{group.attrib['data-package']}.{name}"
+                for text in group.iter(f"{SVG}text")
+                if text.get("class") == "modules"
+                for name in text.text.split()
+            ),
+        }
+        for group in tree.iter(f"{SVG}g")
+        if "data-shelf" in group.attrib
+    }
+    arrows = {
+        (path.attrib["data-from"], path.attrib["data-to"])
+        for path in tree.iter(f"{SVG}path")
+        if "data-from" in path.attrib
+    }
+    return shelves, arrows
+
+
+def test_the_picture_shows_every_shelf_and_every_arrow(root: Path):
+    shelves, arrows = drawn(root / "book" / "images" / "architecture.svg")
+    packages = {path.parent.name for path in root.glob("bft_ref/*/*.py")}
+    assert shelves.keys() == {"core", *packages}
+    for name, shown in shelves.items():
+        assert shown <= modules(root).keys()
+        assert {shelf(module) for module in shown} == {name}
+    allowed = {
+        (name, other)
+        for name in shelves
+        for other in SHELVES[name][1] & shelves.keys()
+    }
+    seams = {(shelf(here), shelf(there)) for here, there in SEAMS}
+    assert arrows == allowed | seams
 
 
 TREE = {
