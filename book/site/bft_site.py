@@ -210,7 +210,7 @@ class NameBadges(SphinxTransform):
 class ApiModules(SphinxDirective):
     """A section for every public module of a package, some of them first.
 
-    ``flat`` leaves out the packages within it.
+    Above them stand links to all. ``flat`` leaves out the packages within it.
     """
 
     required_arguments = 1
@@ -224,8 +224,10 @@ class ApiModules(SphinxDirective):
         first = self.options.get("first", "").split()
         root = Path(self.env.srcdir, *package.split("."))
         found = modules(root, flat="flat" in self.options)
-        lines = []
-        for name in sorted(found, key=lambda name: place(name, first)):
+        found = sorted(found, key=lambda name: place(name, first))
+        links = [f"`{name} <{package}.{name}_>`__" for name in found]
+        lines = [", ".join(links) + ".", ""]
+        for name in found:
             title = f"{package}.{name}"
             lines += [title, "-" * len(title), ""]
             lines += [f".. autoapimodule:: {title}", ""]

@@ -151,6 +151,10 @@ def test_the_book_is_built_without_torch(
     assert [tag.contents[0] for tag in page.select("article h2, h3")] == [
         *["One", "bft_ref.thing", "Two", "bft_ref.inner.deep"]
     ]
+    assert [
+        (tag["href"], tag.get_text())
+        for tag in page.select("article p > a.reference.internal")
+    ] == [("#bft-ref-thing", "thing"), ("#bft-ref-inner-deep", "deep")]
     programs = ["-m", "book.tools.repo", "--help"], ["-c", "import torch"]
     assert [
         subprocess.run(
