@@ -180,9 +180,9 @@ def test_a_notebook_is_stored_and_each_change_of_it_noticed(
     small: Path, environment
 ):
     assert execute.main([str(small)]) == 0
-    stored = nbformat.read(small, as_version=4)
-    assert stored.cells[0].source.startswith("A gain of 0.77<!--")
-    assert not stored.execution_complaints(stored)
+    kept = nbformat.read(small, as_version=4)
+    assert kept.cells[0].source.startswith("A gain of 0.77<!--")
+    assert not stored.execution_complaints(kept)
     assert "4 passed" in validated(small)
 
     edit(small, "gain = 0.7714", "gain = 0.7715")
