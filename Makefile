@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= agg
 
 .PHONY: help install check fix hooks test book serve archive notebooks
-.PHONY: set-repo mutants test-colab links dist clean
+.PHONY: set-repo mutants test-colab gpu links dist clean
 
 help:
 	@echo "make check      run the quick checks: a minute"
@@ -21,13 +21,14 @@ help:
 	@echo "make serve      build it and serve it on port $(PORT)"
 	@echo "make archive    zip the built book, to be read from a folder"
 	@echo "make install    make .venv with all that notebooks and checks need"
-	@echo "make hooks      fix and check at each commit; diffs of notebooks"
+	@echo "make hooks      fix and check at each commit; notebooks by cells"
 	@echo "make notebooks [ONLY=06]"
 	@echo "                execute the notebooks, or one, again and store them"
 	@echo "make set-repo [REPO=owner/name] [BRANCH=main] [REF=main]"
 	@echo "                carry the address to badges and install cells"
 	@echo "make mutants    inject the classic slips; print who caught them"
 	@echo "make test-colab prove that an install changes nothing on Colab"
+	@echo "make gpu        tests, benchmark and a training on a CUDA device"
 	@echo "make links      check the external links (needs the network)"
 	@echo "make dist [TAG=v0.2.0]"
 	@echo "                build wheel and sdist and prove that they install"
@@ -56,8 +57,12 @@ fix: $(VENV)/test.stamp
 
 hooks: $(VENV)/test.stamp
 	@$(BIN)/python -m pre_commit install -t pre-commit -t pre-push
+	@git config diff.jupyternotebook.command \
+	  "$(BIN)/python -m nbdime.vcs.git.diffdriver diff"
 	@git config diff.jupyternotebook.textconv \
-	  "$(BIN)/python -m jupytext --quiet --to markdown --output -"
+	  "$(BIN)/python -m nbdime.nbshowapp --sources"
+	@git config merge.jupyternotebook.driver \
+	  "$(BIN)/python -m nbdime.vcs.git.mergedriver merge %O %A %B %L %P"
 
 test: $(VENV)/test.stamp
 	@$(BIN)/python tests/run.py
@@ -78,6 +83,9 @@ mutants: $(VENV)/test.stamp
 
 test-colab: $(VENV)/test.stamp
 	@$(BIN)/python tests/colab.py
+
+gpu: $(VENV)/test.stamp
+	@$(BIN)/python -m benchmarks.gpu
 
 links: $(VENV)/build.stamp
 	@$(BIN)/python -m book.tools.build --builder linkcheck

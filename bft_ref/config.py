@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bft_ref.fast import Implementation
 from bft_ref.reml import Reading
 from bft_ref.support import checks
+
+#: how attention is computed: see :mod:`bft_ref.fast.attention`
+Implementation = Literal["auto", "eager", "chunked", "flex"]
 
 
 @dataclass(frozen=True)

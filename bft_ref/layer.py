@@ -390,7 +390,8 @@ class BFTLayer(nn.Module):
         """The belief, checked, batch first, with the layer's granularity."""
         dtype = self._attention().in_proj_weight.dtype
         belief = door.belief(
-            belief, self.d_model, dtype, padding, self.batch_first
+            *(belief, Belief, self.d_model, dtype),
+            *(padding, self.batch_first),
         )
         mean, log = belief.mean, at_least_float32(belief.log_precision)
         if self.config.granularity == "token" and log.shape[-1] != 1:

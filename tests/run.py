@@ -19,7 +19,7 @@ NOTEBOOKS = [
     ROOT / "notebooks" / "template" / "00-template.ipynb",
 ]
 
-CODE = ["bft_ref", "book", "experiments", "notebooks", "results", "tests"]
+CODE = ["bft_ref", "benchmarks", "book", "experiments", "notebooks", "tests"]
 CHECKS = {
     "lint": ["ruff", "check", "--quiet", *CODE],
     "format": ["ruff", "format", "--quiet", "--check", *CODE],

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from bft_ref import delta, kalman, reml
 from bft_ref.belief import Belief
+from bft_ref.config import Implementation
 from bft_ref.fast.algebra import (
     log_precision,
     observation_variance,
     predict,
     update,
 )
-from bft_ref.fast.attention import Implementation, attend
+from bft_ref.fast.attention import attend
 from bft_ref.fast.feed_forward import feed_forward_growth
 from bft_ref.fast.norm import normalise
 from bft_ref.kriging import AttentionMoments

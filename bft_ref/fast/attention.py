@@ -14,11 +14,12 @@ Interchangeable ways behind one function, all tested equal to the reference:
 """
 
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from bft_ref.config import Implementation
 from bft_ref.fast.weighted_columns import weighted_columns
 from bft_ref.kriging import AttentionMoments, kriging_attention, repeat_heads
 from bft_ref.support import checks
@@ -32,7 +33,6 @@ from bft_ref.support.numerics import (
 )
 
 SHORT = 128 * 128  # queries × keys: dropout and masks are quick at once
-Implementation = Literal["auto", "eager", "chunked", "flex"]
 
 
 def attend(

@@ -1,9 +1,9 @@
-"""Sliders: one control, one chart, a frame of it for each value.
+"""Sliders: one control, one chart, a state of it for each value.
 
 The stored output is self-contained HTML: a range input, inline SVG in the
 page's own colour and a few lines of script. It needs no kernel and no
 network; without JavaScript it shows its first state. Where a kernel runs,
-an ipywidgets control that calls ``frame`` again is added below it.
+an ipywidgets control that calls ``state`` again is added below it.
 
 The chart scales with the page while its text does not: curves are drawn in
 a box of :data:`GRID` units that stretches, ticks and names are HTML.
@@ -29,7 +29,7 @@ Curves = Sequence[tuple[Any, Any, str]]
 
 
 @dataclass(frozen=True)
-class Frame:
+class SliderState:
     """What a slider shows at one value.
 
     ``lines`` and ``points`` hold (x, y, label): arrays of equal length, or
@@ -88,7 +88,7 @@ def slider(
     name: str,
     label: str,
     values: Iterable[float],
-    frame: Callable[[Any], Frame],
+    state: Callable[[Any], SliderState],
     *,
     xlabel: str,
     ylabel: str,
@@ -98,13 +98,13 @@ def slider(
     unit: str = "",
     tol: float = 1e-8,
 ) -> None:
-    """Show a slider over ``values``; ``frame(value)`` says what it shows.
+    """Show a slider over ``values``; ``state(value)`` says what it shows.
 
     It begins at ``start``, one of ``values`` (the first by default), and
-    writes ``unit`` behind each value. Numbers and curves of all frames are
+    writes ``unit`` behind each value. Numbers and curves of all states are
     kept as facts with tolerance ``tol``. Raises ValueError for fewer than
-    two values, a start that is none of them, empty limits, or a frame that
-    draws nothing, and TypeError where ``frame`` returns no Frame.
+    two values, a start that is none of them, empty limits, or a state that
+    draws nothing, and TypeError where ``state`` returns no SliderState.
     """
     from IPython.display import HTML, display
 
@@ -118,25 +118,25 @@ def slider(
             raise ValueError(f"start: expected one of values, got {start!r}")
         first = settings.index(start)
     box = Box(limits("xlim", xlim), limits("ylim", ylim))
-    frames = [checked(frame(value), value) for value in settings]
+    states = [checked(state(value), value) for value in settings]
     here = current()
     here.keep(
         f"slider:{name}",
-        [as_number("number", shown.number) for shown in frames],
+        [as_number("number", shown.number) for shown in states],
         tol,
     )
     here.keep(
         f"slider:{name}:curves",
-        np.concatenate([digest_of(shown, box) for shown in frames]).tolist(),
+        np.concatenate([digest_of(shown, box) for shown in states]).tolist(),
         max(tol, 1e-6),
     )
     texts = [f"{number:.6g}{unit and ' '}{unit}" for number in numbers]
-    rest = (texts, frames, box, (xlabel, ylabel), first)
+    rest = (texts, states, box, (xlabel, ylabel), first)
     display(HTML(render(name, label, *rest)))
     if live():
 
         def again(index: int) -> str:
-            frames[index] = checked(frame(settings[index]), settings[index])
+            states[index] = checked(state(settings[index]), settings[index])
             return render(name, label, *rest[:-1], index, control=False)
 
         show_widget(label, texts, again, first)
@@ -150,21 +150,22 @@ def limits(name: str, given: tuple[float, float]) -> tuple[float, float]:
     return low, high
 
 
-def checked(shown: Any, value: float) -> Frame:
-    """``shown``, if it is a Frame that draws something."""
-    if not isinstance(shown, Frame):
+def checked(shown: Any, value: float) -> SliderState:
+    """``shown``, if it is a SliderState that draws something."""
+    if not isinstance(shown, SliderState):
         raise TypeError(
-            f"frame: expected a Frame at {value!r}, got {type(shown).__name__}"
+            f"state: expected a SliderState at {value!r}, got "
+            f"{type(shown).__name__}"
         )
     if not shown.lines and not shown.points:
-        raise ValueError(f"frame: nothing is drawn at {value!r}")
+        raise ValueError(f"state: nothing is drawn at {value!r}")
     if not shown.readout:
-        raise ValueError(f"frame: expected a readout at {value!r}")
+        raise ValueError(f"state: expected a readout at {value!r}")
     return shown
 
 
-def digest_of(shown: Frame, box: Box) -> np.ndarray:
-    """A digest of all that a frame draws, relative to the chart's limits."""
+def digest_of(shown: SliderState, box: Box) -> np.ndarray:
+    """A digest of all that a state draws, relative to the chart's limits."""
     scale = [max(abs(low), abs(high)) for low, high in (box.xlim, box.ylim)]
     parts = [
         as_array(label, data).ravel() / size
@@ -174,10 +175,10 @@ def digest_of(shown: Frame, box: Box) -> np.ndarray:
     return digest(np.concatenate(parts))
 
 
-def curves_of(frames: Sequence[Frame]) -> list[Curve]:
-    """The legend of all frames together, from the back to the front."""
+def curves_of(states: Sequence[SliderState]) -> list[Curve]:
+    """The legend of all states together, from the back to the front."""
     found: dict[Curve, None] = {}
-    for shown in frames:
+    for shown in states:
         for _, _, label in shown.lines:
             found[Curve("line", label)] = None
         for x, _, label in shown.points:
@@ -186,8 +187,8 @@ def curves_of(frames: Sequence[Frame]) -> list[Curve]:
     return sorted(found, key=lambda curve: LAYERS.index(curve.kind))
 
 
-def drawn(shown: Frame, curve: Curve, box: Box) -> np.ndarray:
-    """Where a frame draws a curve: integer units (n, 2), n = 0 if not."""
+def drawn(shown: SliderState, curve: Curve, box: Box) -> np.ndarray:
+    """Where a state draws a curve: integer units (n, 2), n = 0 if not."""
     group = shown.lines if curve.kind == "line" else shown.points
     for x, y, label in group:
         if label == curve.label and (
@@ -264,21 +265,21 @@ def strokes(curves: Sequence[Curve]) -> list[str]:
     return styles
 
 
-def states_of(
+def views_of(
     settings: Sequence[str],
-    frames: Sequence[Frame],
+    states: Sequence[SliderState],
     box: Box,
     names: tuple[str, str],
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """All path data, each once, and what the page shows at each setting."""
-    curves = curves_of(frames)
+    curves = curves_of(states)
     paths: dict[str, int] = {}
-    states = []
-    for setting, shown in zip(settings, frames, strict=True):
+    views = []
+    for setting, shown in zip(settings, states, strict=True):
         units = [drawn(shown, curve, box) for curve in curves]
         both = list(zip(units, curves, strict=True))
         marks = [points for points, curve in both if curve.kind == "mark"]
-        states.append(
+        views.append(
             {
                 "paths": [
                     paths.setdefault(path(points, curve.kind), len(paths))
@@ -293,27 +294,27 @@ def states_of(
                 f"{shown.readout}",
             }
         )
-    return list(paths), states
+    return list(paths), views
 
 
 def chart(
     curves: Sequence[Curve],
     paths: Sequence[str],
-    state: dict[str, Any],
+    view: dict[str, Any],
     box: Box,
     names: tuple[str, str],
 ) -> str:
-    """Legend, axes and curves in one state, as HTML."""
+    """Legend, axes and curves in one view, as HTML."""
     styles = strokes(curves)
     both = list(zip(curves, styles, strict=True))
     shapes = "".join(
         f'<path data-curve {style} d="{paths[index]}"/>'
-        for style, index in zip(styles, state["paths"], strict=True)
+        for style, index in zip(styles, view["paths"], strict=True)
     )
     labels = [curve.label for curve in curves if curve.kind == "mark"]
     marks = "".join(
         f'<span class="name" style="{style}">{html.escape(label)}</span>'
-        for style, label in zip(state["names"], labels, strict=True)
+        for style, label in zip(view["names"], labels, strict=True)
     )
     legend = "".join(
         f'<li><svg viewBox="0 0 34 12" aria-hidden="true"><path {style} '
@@ -340,7 +341,7 @@ def chart(
     return f"""\
 {legend}<div class="y-name">{html.escape(names[1])}</div>
 <div class="chart"><div class="y-ticks" style="width:{gutter}ch">{up}</div>
-<div class="plot"><svg role="img" aria-label="{html.escape(state["chart"])}" \
+<div class="plot"><svg role="img" aria-label="{html.escape(view["chart"])}" \
 viewBox="0 0 {GRID[0]} {GRID[1]}" preserveAspectRatio="none">\
 <path class="grid" d="{grid}"/>{shapes}</svg>{marks}{across}</div></div>
 <div class="x-name">{html.escape(names[0])}</div>"""
@@ -350,17 +351,17 @@ def render(
     name: str,
     label: str,
     settings: Sequence[str],
-    frames: Sequence[Frame],
+    states: Sequence[SliderState],
     box: Box,
     names: tuple[str, str],
     first: int,
     control: bool = True,
 ) -> str:
-    """The slider as HTML, showing frame ``first``; or its chart alone."""
-    paths, states = states_of(settings, frames, box, names)
-    state = states[first]
-    picture = chart(curves_of(frames), paths, state, box, names)
-    readout = html.escape(state["readout"])
+    """The slider as HTML, showing state ``first``; or its chart alone."""
+    paths, views = views_of(settings, states, box, names)
+    view = views[first]
+    picture = chart(curves_of(states), paths, view, box, names)
+    readout = html.escape(view["readout"])
     style = part("slider.css")
     if not control:
         return f"""\
@@ -369,7 +370,7 @@ def render(
 {picture}
 </div>"""
     data = json.dumps(
-        {"paths": paths, "frames": states},
+        {"paths": paths, "frames": views},
         ensure_ascii=False,
         separators=(",", ":"),
     )
@@ -379,12 +380,12 @@ def render(
     return f"""\
 <div class="bft-slider mathjax_ignore tex2jax_ignore" \
 data-name="{html.escape(name)}" data-index="{first}" \
-data-value="{state["number"]}" data-frames='{packed}'>
+data-value="{view["number"]}" data-frames='{packed}'>
 <style>{style}</style>
 <label class="control"><span class="control-text"><span>{title}</span>
-<span class="setting">{html.escape(state["setting"])}</span></span>
-<input type="range" min="0" max="{len(states) - 1}" step="1" value="{first}" \
-aria-label="{title}" aria-valuetext="{html.escape(state["spoken"])}" disabled>
+<span class="setting">{html.escape(view["setting"])}</span></span>
+<input type="range" min="0" max="{len(views) - 1}" step="1" value="{first}" \
+aria-label="{title}" aria-valuetext="{html.escape(view["spoken"])}" disabled>
 </label>
 <output class="readout" aria-live="off">{readout}</output>
 <noscript>Without JavaScript the slider stays at this value.</noscript>

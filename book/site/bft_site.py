@@ -208,17 +208,26 @@ class NameBadges(SphinxTransform):
 
 
 class ApiModules(SphinxDirective):
-    """A section for every public module of a package, some of them first."""
+    """A section for every public module of a package, some of them first.
+
+    Above them stand links to all. ``flat`` leaves out the packages within it.
+    """
 
     required_arguments = 1
-    option_spec = {"first": directives.unchanged}  # noqa: RUF012
+    option_spec = {  # noqa: RUF012
+        "first": directives.unchanged,
+        "flat": directives.flag,
+    }
 
     def run(self) -> list[nodes.Node]:
         package = self.arguments[0]
         first = self.options.get("first", "").split()
-        root = Path(self.env.srcdir) / package
-        lines = []
-        for name in sorted(modules(root), key=lambda name: place(name, first)):
+        root = Path(self.env.srcdir, *package.split("."))
+        found = modules(root, flat="flat" in self.options)
+        found = sorted(found, key=lambda name: place(name, first))
+        links = [f"`{name} <{package}.{name}_>`__" for name in found]
+        lines = [", ".join(links) + ".", ""]
+        for name in found:
             title = f"{package}.{name}"
             lines += [title, "-" * len(title), ""]
             lines += [f".. autoapimodule:: {title}", ""]
@@ -231,11 +240,14 @@ class ApiModules(SphinxDirective):
         )
 
 
-def modules(package: Path) -> list[str]:
-    """The dotted names of a package's public modules that define something."""
+def modules(package: Path, flat: bool = False) -> list[str]:
+    """The dotted names of a package's public modules that define something.
+
+    Those of the packages within it too, unless ``flat``.
+    """
     names = {
         ".".join(path.relative_to(package).with_suffix("").parts)
-        for path in package.rglob("*.py")
+        for path in package.glob("*.py" if flat else "**/*.py")
     }
     names = {name.removesuffix(".__init__") for name in names} - {"__init__"}
     return [

@@ -1,7 +1,8 @@
-"""Build the book: always from nothing, and a warning is an error.
+"""Build the book: ``python -m book.tools.build``.
 
-An incremental build says nothing about pages it does not read again, so a
-second run would hide the warning that failed the first.
+Always from nothing, and a warning is an error: an incremental build
+says nothing about pages it does not read again, so a second run would hide
+the warning that failed the first.
 """
 
 import argparse

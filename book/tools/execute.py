@@ -21,8 +21,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from bft_ref.notebook.facts import FactError, read
-from book.tools import prose
 from book.tools.folding import fold
+from book.tools.numerals import render
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 600  # seconds a cell may take
@@ -49,7 +49,7 @@ def execute(path: Path) -> None:
         facts = read(path.parent / "facts", path.stem)
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = prose.render(cell.source, facts)
+                cell.source = render(cell.source, facts)
         nbformat.validate(notebook)
     path.write_text(nbformat.writes(notebook).rstrip("\n") + "\n", "utf8")
 
@@ -132,7 +132,7 @@ def main(names: list[str]) -> int:
         print(f"{path.name}: {time.monotonic() - started:.1f} s, {said}")
     for path in pages(paths):
         try:
-            path.write_text(prose.render(path.read_text("utf8"), {}), "utf8")
+            path.write_text(render(path.read_text("utf8"), {}), "utf8")
         except FactError as error:
             failed += 1
             print(f"{path.name}: FAILED, left as it was\n{error}")

@@ -18,9 +18,10 @@ anything else
 import ast
 import copy
 import re
-from collections.abc import Iterator
 
 from nbformat import NotebookNode
+
+from book.tools.cells import code_cells, tree
 
 LINES = 25  # that a reader is shown at a time
 ANSWER = "# Your answer"
@@ -68,28 +69,21 @@ def draws(cell: NotebookNode) -> bool:
     )
 
 
-def code_cells(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
-    """Position and cell of each code cell."""
-    for at, cell in enumerate(notebook.cells):
-        if cell.cell_type == "code":
-            yield at, cell
-
-
 def bookkeeping(source: str) -> list[str]:
     """What only a proof needs: fact(), chapter(), and asserts by themselves.
 
     An assertion within a loop or a function that does something else may
     stay with it.
     """
-    tree = ast.parse(re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", source))
+    read = tree(source)
     found = {
         f"{node.func.id}()"
-        for node in ast.walk(tree)
+        for node in ast.walk(read)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in BOOKKEEPING
     }
-    for node in tree.body:
+    for node in read.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found.add("an import")
         called = node.value if isinstance(node, ast.Expr) else None

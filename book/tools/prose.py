@@ -1,232 +1,170 @@
-"""The numbers in prose, and the facts that they state.
+"""What is wrong with the numbers and the words of order in the text.
 
-In a Markdown cell::
+What is read is the text of paragraphs, lists, tables and raw HTML; headings,
+code, maths without a fact, links, tags and comments are not. There
 
-    a gain of 0.77<!-- fact: gain_rare .2f -->
-    $K = 0.77$<!-- fact: gain_rare .2f -->
-    lower<!-- fact: error_bft < error_plain -->
-    better<!-- fact: error_bft < error_plain, less is better -->
-    since 1871<!-- given -->
+- every number that refers to a fact shows the fact's digits
+  (:mod:`book.tools.numerals`);
+- every other numeral is waived with ``<!-- given -->``, but for references
+  such as (2.3), Chapter 3, Exercise 2.1, Python 3.11, and for names such as
+  float64;
+- every comparison of two facts is true, and the word before it states it
+  (:mod:`book.tools.order`);
+- what rises from one number to another does rise, in alt texts too;
+- a sentence that quotes a fact and holds a word of order ("larger",
+  "falls") has a comparison right after that word, or ``<!-- given -->``.
+  A sentence without facts may compare as it likes.
 
-A number is followed by a comment that names its fact and its format (one of
-Python's, without type letters of its own invention); inside ``$…$`` it is
-the last number of the formula, and the comment follows the closing ``$``.
-``02:name`` names a fact of chapter 2. A comment never begins a line, where
-Markdown would take the line for HTML. A word is followed by the comparison
-that it states: the fact of what the word is about (after a change: of what
-has come of it), the sign that ``words.toml`` has for the word, and the fact
-or the number that it is compared with. :func:`render` writes the numbers
-from the facts; ``checks.prose_complaints`` looks for what is wrong.
+No check reads numbers in words (half, twice), quantifiers (all, never), the
+unit after a number, or above and below without a comparison. Each check
+returns what is wrong, as lines; ``tests/book`` proves each by a text that
+breaks it on purpose.
 """
 
-import operator
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-from bft_ref.notebook.facts import FactError, Facts, values
+from markdown_it.token import Token
 
-# 15,099.5 or 1.2 × 10⁻⁹ or 77 %; in maths 1{,}871, 1.2 \times 10^{-9}, 77\%
-NUMBER = (
-    r"[-−+]?\d+(?:(?:,|\{,\})\d{3})*(?:\.\d+)?"
-    r"(?:\s?(?:×|\\times)\s?10(?:[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+|\^\{?-?\d+\}?))?\\?%?"
+from bft_ref.notebook.facts import FactError, Facts
+from book.tools import order
+from book.tools.cells import normal, parsed
+from book.tools.numerals import FACT, render
+
+GIVEN = "<!-- given -->"
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+NUMERAL = re.compile(
+    r"(?<![\w.])\d(?:[\d.,:/×–—−-]*\d)?(?:\s?%)?(?P<given><!-- given -->)?"
 )
-FACT = re.compile(
-    rf"(?P<shown>{NUMBER})(?P<rest>[^$\n\d]*\$)?"
-    r"<!-- fact: (?P<name>(?:\d\d:)?\w+) (?P<spec>[-+,.\w%]+) -->"
-)
-NUMERIC = re.compile(r"-?\d+(?:\.\d+)?")
-ORDER = re.compile(
-    r"<!-- fact: (?P<left>(?:\d\d:)?\w+) (?P<sign>[<>]=?) "
-    rf"(?P<right>(?:\d\d:)?\w+|{NUMERIC.pattern})"
-    r"(?:, (?P<preferred>less|more) is (?P<good>\w+))? -->"
-)
-SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-DENIED = {"<": ">=", ">": "<=", "<=": ">", ">=": "<"}
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-PLAIN = str.maketrans("−⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "--0123456789", ",{}%\\")
-
-WORDS: dict[str, dict[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("words.toml").read_text("utf8")
-)
-
-
-def says(*kinds: str) -> dict[str, str]:
-    """What each word of these kinds says: a sign, "better" or "worse"."""
-    return {
-        word: relation
-        for kind in kinds
-        for relation, words in WORDS[kind].items()
-        for word in words
-    }
-
-
-SAYS = says("comparatives", "changes", "others")
-
-
-def any_of(words: Iterable[str]) -> str:
-    """A pattern of any of these words, the longest first."""
-    longest = sorted(words, key=len, reverse=True)
-    return rf"\b(?:{'|'.join(longest)})\b".replace(" ", r"\s+")
-
-
-ASKED = re.compile(
-    # "no longer" is about time
-    r"<!--.*?-->|\bno\s+longer\b|(?P<word>"
-    + any_of(says("comparatives", "changes"))
-    + rf"|{any_of(says('others'))}(?=\s+(?:\w+\s+)?than\b)"
-    + r")(?P<after><!--.*?-->)?",
+REFERENCE = re.compile(
+    r"\(\d+\.\d+\)|\b(?:Chapters?|Sections?|Exercises?|Figures?|Parts?|"
+    r"Equations?|Labs?|Python|torch|PyTorch) \(?\d+(?:\.\d+)*\)?"
+    r"(?:(?:–|, | and | to )\d+(?:\.\d+)*)*",
     re.IGNORECASE,
 )
-LAST = re.compile(any_of(SAYS) + r"$", re.IGNORECASE)
-WAIVED = re.compile(r"\S+<!-- given -->")
-THAN = re.compile(rf"[^,;:<]{{0,60}}?\bthan\b[^,;:<]{{0,60}}?{FACT.pattern}")
-CLAUSE = re.compile(r"<!--.*?-->|[,;:()—–]|[.!?]\s", re.DOTALL)
-COURSE = re.compile(
-    rf"(?P<word>{any_of(WORDS['changes']['<'] + WORDS['changes']['>'])})"
-    rf"(?:[^;:!?\d]{{0,60}}?\bfrom\s+(?P<old>{NUMBER})"
-    rf"[^;:!?\d]{{0,60}}?\bto\s+(?P<new>{NUMBER})"
-    rf"|\s+by\s+(?P<minus>[-−]{NUMBER}))",
-    re.IGNORECASE,
-)
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z*(])")
 
 
-def look_up(name: str, facts: Facts) -> float:
-    """The value of a fact; FactError where it is not recorded."""
-    if ":" in name:
-        from book.tools.checks import facts_of
-
-        number, name = name.split(":")
-        facts = facts_of(int(number))
-    if name not in values(facts):
-        raise FactError(f"no fact {name!r} is recorded")
-    return values(facts)[name]
-
-
-def write(value: float, spec: str, maths: bool) -> str:
-    """``value`` in a format of Python's, as prose or as TeX."""
-    try:
-        text = format(int(value) if spec in {"d", ",d"} else value, spec)
-    except ValueError as error:
-        raise FactError(f"format {spec!r}: {error}") from error
-    digits, _, power = text.partition("e")
-    if maths:
-        digits = digits.replace(",", "{,}").replace("%", r"\%")
-        tail = rf" \times 10^{{{int(power)}}}" if power else ""
-    else:
-        digits = digits.replace("-", "−")
-        tail = f" × 10{str(int(power)).translate(RAISED)}" if power else ""
-    return digits + tail
+def prose_complaints(source: str, facts: Facts) -> list[str]:
+    """What is wrong with the numbers of one Markdown cell."""
+    return [
+        complaint
+        for sentence in sentences(source)
+        for complaint in (
+            *fact_complaints(sentence, facts),
+            *numeral_complaints(sentence),
+        )
+    ]
 
 
-def render(source: str, facts: Facts) -> str:
-    """Markdown ``source`` with every referenced number as recorded."""
+def page_complaints(source: str) -> list[str]:
+    """What is wrong with the facts that a page of the book quotes.
 
-    def due(found: re.Match[str]) -> str:
-        rest = found["rest"] or ""
-        shown = write(look_up(found["name"], facts), found["spec"], bool(rest))
-        comment = found[0][found[0].index("<!--") :]
-        return shown + rest + comment
-
-    return FACT.sub(due, source)
-
-
-def amount(text: str, facts: Facts) -> float:
-    """A number as it is written, or the value of the fact of that name."""
-    return float(text) if NUMERIC.fullmatch(text) else look_up(text, facts)
-
-
-def holds(found: re.Match[str], facts: Facts) -> bool:
-    """Whether the comparison of an order word is true."""
-    left, right = (amount(found[side], facts) for side in ("left", "right"))
-    return SIGNS[found["sign"]](left, right)
-
-
-def spoken(words: str) -> str:
-    """Words as the lists have them."""
-    return " ".join(words.lower().split())
-
-
-def discord(text: str, found: re.Match[str]) -> str | None:
-    """Why the word before a comparison in ``text`` does not state it.
-
-    None when it does.
+    Its other numbers are its own.
     """
-    before = text[: found.start()]
-    word = LAST.search(before)
-    if word is None:
-        odd = (before.split() or [""])[-1]
-        return (
-            f"{odd!r} is no word of order that is known; expected one of "
-            "book/tools/words.toml right before the comparison, or add it "
-            "there to what it says of the first number: <, >, better, worse"
-        )
-    sign = SAYS[spoken(word[0])]
-    if (sign in {"better", "worse"}) != bool(found["good"]):
-        return (
-            f"{word[0]!r} says {sign!r}; expected ', less is better' or "
-            "', more is better' in the comparison after a word that says "
-            "better or worse, and after no other"
-        )
-    if found["good"]:
-        if SAYS.get(found["good"]) != "better":
-            return f"{found['good']!r} is no word for better"
-        sign = (
-            "<"
-            if (found["preferred"] == "less") == (sign == "better")
-            else ">"
-        )
-    near = spoken(CLAUSE.split(before[: word.start()])[-1]).split()[-3:]
-    if blurred := set(near) & set(WORDS["negations"]["blur"]):
-        return (
-            f"no comparison says what {blurred.pop()!r} leaves of "
-            f"{word[0]!r}; say it in other words, or waive it with "
-            "<!-- given -->"
-        )
-    turns = sum(
-        one in WORDS["negations"]["turn"] or one.endswith(("n't", "n’t"))
-        for one in near
-    )
-    due = DENIED[sign] if turns % 2 else sign
-    if due != found["sign"]:
-        said = " ".join([*near, word[0]]) if turns else word[0]
-        return (
-            f"{said!r} says {due}; expected what the word is about (after a "
-            f"change: the new value) {due} what it is compared with"
-        )
-    than = THAN.match(text, found.end())
-    if than and than["name"] == found["left"] != found["right"]:
-        return f"'than' leads to {than['name']}, the first of the two"
-    return None
+    return [
+        complaint
+        for sentence in sentences(source)
+        for complaint in fact_complaints(sentence, {})
+    ]
 
 
-def misled(text: str) -> Iterator[str]:
-    """Where ``text`` as it is read rises from 3 to 2, or rises by −1.
+def sentences(source: str) -> Iterator[str]:
+    """The sentences of Markdown that prose checks read."""
+    for text in paragraphs(source):
+        yield from SENTENCE.split(text)
 
-    What is waived is passed over.
+
+def paragraphs(source: str) -> Iterator[str]:
+    """The text of each block of Markdown that prose checks read.
+
+    Comments stay; maths stays only before a comment that names a fact;
+    code, links, tags, headings and images go.
     """
-    seen = re.sub(r"<!--.*?-->", "", re.sub(WAIVED, "…", text), flags=re.S)
-    for found in COURSE.finditer(seen):
-        shown = " ".join(found[0].split())
-        if found["minus"]:
-            yield f"{shown!r}: by a negative number"
-        elif not SIGNS[SAYS[spoken(found["word"])]](
-            read(found["new"]), read(found["old"])
-        ):
-            yield f"{shown!r}: the numbers go the other way"
+    tokens = parsed(source)
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if before is not None and before.type == "heading_open":
+            continue
+        if token.type == "inline":
+            yield "".join(pieces(token.children or []))
+        elif token.type == "html_block":
+            yield re.sub(r"<(?!!--)[^>]*>", " ", token.content)
 
 
-def read(number: str) -> float:
-    """The value of a number as :func:`write` shows it."""
-    digits, _, power = re.sub(
-        r"\s?(?:×|\\times)\s?10\^?", "e", number
-    ).partition("e")
-    return float(digits.translate(PLAIN)) * 10.0 ** int(
-        power.translate(PLAIN) or 0
+def pieces(tokens: list[Token]) -> Iterator[str]:
+    """The text of inline tokens, as :func:`paragraphs` keeps it."""
+    depth = 0
+    for at, token in enumerate(tokens):
+        depth += {"link_open": 1, "link_close": -1}.get(token.type, 0)
+        if depth:
+            continue
+        if token.type == "text":
+            yield token.content
+        elif token.type in {"softbreak", "hardbreak"}:
+            yield "\n"
+        elif token.type == "html_inline" and token.content[:4] == "<!--":
+            yield token.content
+        elif token.type == "math_inline":
+            after = tokens[at + 1] if at + 1 < len(tokens) else None
+            referred = after and after.content.startswith("<!-- fact")
+            yield f"${token.content}$" if referred else "$ $"
+        elif token.type == "code_inline":
+            yield "` `"
+
+
+def fact_complaints(text: str, facts: Facts) -> Iterator[str]:
+    """What is wrong with the facts and order words of one sentence."""
+    if text.lstrip().startswith("<!-- fact"):
+        yield f"a line begins with a comment: {text.strip()!r}"
+        return
+    for match in FACT.finditer(text):
+        try:
+            due = render(match[0], facts)
+        except FactError as error:
+            yield f"{match[0]!r}: {error}"
+            continue
+        if due != match[0]:
+            yield (
+                f"{match[0]!r}: the fact now reads "
+                f"{due.partition('<!--')[0]!r}; run make notebooks"
+            )
+    for match in order.ORDER.finditer(text):
+        try:
+            if not order.holds(match, facts):
+                yield f"{match[0]!r}: not true of the recorded facts"
+        except FactError as error:
+            yield f"{match[0]!r}: {error}"
+        if discord := order.discord(text, match):
+            yield f"{match[0]!r} in {normal(text)!r}: {discord}"
+    yield from order.misled(text)
+    if FACT.search(text):
+        for match in order.ASKED.finditer(text):
+            after = match["after"] or ""
+            if match["word"] and not (
+                after == GIVEN or order.ORDER.fullmatch(after)
+            ):
+                yield (
+                    f"{match[0]!r} in {normal(text)!r}: a word of order "
+                    "beside a fact needs a comparison right after it"
+                )
+    for comment in COMMENT.findall(unreferred(text)):
+        if "fact" in comment:
+            yield f"{comment!r}: no number or word of that form before it"
+
+
+def unreferred(text: str) -> str:
+    """``text`` without the numbers and comparisons that name facts."""
+    return order.ORDER.sub("", FACT.sub("", text))
+
+
+def numeral_complaints(text: str) -> Iterator[str]:
+    """Numerals of one sentence that are neither facts nor waived."""
+    rest = COMMENT.sub(
+        lambda match: match[0] if match[0] == GIVEN else "", unreferred(text)
     )
+    for match in NUMERAL.finditer(REFERENCE.sub("", rest)):
+        if not match["given"]:
+            yield (
+                f"{match[0]!r} in {normal(rest)!r}: neither a fact nor "
+                "waived with <!-- given -->"
+            )

@@ -1,10 +1,10 @@
-"""Carry the book's address from pyproject.toml to where it is needed.
+"""Carry the book's address to all that need it: ``python -m book.tools.repo``.
 
-The repository stands in ``[project.urls]``; ``[tool.bft-book]`` has the
-branch that Colab opens notebooks from and the ref they install from. Badges
-and install cells of all notebooks are written from these; in text files the
-old address is exchanged for the new. ``--check`` says what is stale and
-changes nothing.
+In pyproject.toml ``[project.urls]`` has the repository, ``[tool.bft-book]``
+the branch that Colab opens notebooks from and the ref they install from.
+Badges and install cells of all notebooks are written from these; in text
+files the old address is exchanged for the new. ``--check`` says what is stale
+and changes nothing.
 """
 
 import argparse

@@ -63,6 +63,13 @@ def main(option):
     """A command."""
 '''
 
+DEEP = '''
+"""A module of a package within."""
+
+
+def half(x):
+    """Half of it."""
+'''
 NUMBERED = r"$$\na = b \tag{9.1}\n$$\n".replace(r"\n", "\n")
 
 
@@ -122,9 +129,14 @@ def test_the_book_is_built_without_torch(
 ):
     (small_book / "bft_ref" / "__init__.py").write_text("import torch\n")
     (small_book / "bft_ref" / "thing.py").write_text(MODULE)
+    (small_book / "bft_ref" / "inner").mkdir()
+    (small_book / "bft_ref" / "inner" / "__init__.py").write_text("")
+    (small_book / "bft_ref" / "inner" / "deep.py").write_text(DEEP)
     (small_book / "book" / "pages" / "page.md").unlink()
     (small_book / "book" / "pages" / "page.rst").write_text(
-        "A page\n======\n\n.. api-modules:: bft_ref\n"
+        "A page\n======\n\n"
+        "One\n---\n\n.. api-modules:: bft_ref\n   :flat:\n\n"
+        "Two\n---\n\n.. api-modules:: bft_ref.inner\n"
     )
     done = build(small_book)
     assert done.returncode == 0, done.stderr
@@ -134,7 +146,15 @@ def test_the_book_is_built_without_torch(
         "bft_ref.thing.Layer.half",
         "bft_ref.thing.Layer.width",
         "bft_ref.thing.twice",
+        "bft_ref.inner.deep.half",
     ]
+    assert [tag.contents[0] for tag in page.select("article h2, h3")] == [
+        *["One", "bft_ref.thing", "Two", "bft_ref.inner.deep"]
+    ]
+    assert [
+        (tag["href"], tag.get_text())
+        for tag in page.select("article p > a.reference.internal")
+    ] == [("#bft-ref-thing", "thing"), ("#bft-ref-inner-deep", "deep")]
     programs = ["-m", "book.tools.repo", "--help"], ["-c", "import torch"]
     assert [
         subprocess.run(

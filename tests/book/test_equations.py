@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from book.tools import checks
+from book.tools import cells, equations
 from tests.book.small import book, code, md
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def tags() -> dict[str, str]:
     return {
         label: latex
         for path in NOTEBOOKS
-        for label, latex in checks.equations(
+        for label, latex in equations.tagged(
             nbformat.read(path, as_version=4)
         ).items()
     }
@@ -30,42 +30,46 @@ def tags() -> dict[str, str]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_tags_are_numbered_in_order(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    assert checks.numbering_complaints(notebook, int(path.stem[:2])) == []
+    assert equations.numbering_complaints(notebook, int(path.stem[:2])) == []
 
 
 def test_equations_and_tests_are_the_same(tags):
-    proven = [proof for path in PROOFS for proof in checks.proofs(path)]
-    assert checks.proof_complaints(tags, proven) == []
+    proven = [proof for path in PROOFS for proof in equations.proofs(path)]
+    assert equations.proof_complaints(tags, proven) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_cite_equations_that_are_there(path: Path, tags):
     notebook = nbformat.read(path, as_version=4)
     texts = [
-        checks.plain(source)
-        for _, source in checks.sources(notebook, "markdown")
+        equations.plain(source)
+        for _, source in cells.sources(notebook, "markdown")
     ]
     texts += [
-        checks.code_citations(source)
-        for _, source in checks.sources(notebook, "code")
+        equations.code_citations(source)
+        for _, source in cells.sources(notebook, "code")
     ]
     assert [
         complaint
         for text in texts
-        for complaint in checks.citation_complaints(text, path.stem, tags)
+        for complaint in equations.citation_complaints(text, path.stem, tags)
     ] == []
 
 
 @pytest.mark.parametrize("path", MODULES + PAGES, ids=lambda path: path.name)
 def test_docstrings_and_pages_cite_equations_that_are_there(path: Path, tags):
     text = path.read_text("utf8")
-    read = checks.code_citations if path.suffix == ".py" else checks.plain
-    assert checks.citation_complaints(read(text), path.name, tags) == []
+    read = (
+        equations.code_citations if path.suffix == ".py" else equations.plain
+    )
+    assert equations.citation_complaints(read(text), path.name, tags) == []
 
 
 def test_docstrings_cite_many_equations():
-    cited = [checks.code_citations(path.read_text("utf8")) for path in MODULES]
-    assert len(checks.CITED.findall("".join(cited))) > 40
+    cited = [
+        equations.code_citations(path.read_text("utf8")) for path in MODULES
+    ]
+    assert len(equations.CITED.findall("".join(cited))) > 40
 
 
 def display(latex: str) -> str:
@@ -77,8 +81,8 @@ GOOD = [display(r"a = b \tag{2.1}"), display("b = c"), display(r"c\tag{2.2}")]
 
 def test_equations_are_read_without_their_tags():
     notebook = book(*map(md, GOOD), code("x = 1"))
-    assert checks.equations(notebook) == {"2.1": "a = b", "2.2": "c"}
-    assert checks.numbering_complaints(notebook, 2) == []
+    assert equations.tagged(notebook) == {"2.1": "a = b", "2.2": "c"}
+    assert equations.numbering_complaints(notebook, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_equations_are_read_without_their_tags():
     ],
 )
 def test_bad_numbering_is_noticed(sources: list[str], said: str):
-    found = checks.numbering_complaints(book(*map(md, sources)), 2)
+    found = equations.numbering_complaints(book(*map(md, sources)), 2)
     assert any(said in complaint for complaint in found)
 
 
@@ -111,7 +115,7 @@ def {name}():
 def test_a_proof_is_read_from_its_module(tmp_path: Path):
     path = tmp_path / "test_x.py"
     path.write_text(MODULE.format(name="test_a"))
-    assert checks.proofs(path) == [("2.1", "a = b", "test_a")]
+    assert equations.proofs(path) == [("2.1", "a = b", "test_a")]
 
 
 @pytest.mark.parametrize(
@@ -124,17 +128,18 @@ def test_a_proof_is_read_from_its_module(tmp_path: Path):
     ],
 )
 def test_a_difference_is_noticed(tags, proofs, said):
-    (complaint,) = checks.proof_complaints(tags, proofs)
+    (complaint,) = equations.proof_complaints(tags, proofs)
     assert said in complaint
     assert (
-        checks.proof_complaints({"2.1": "a"}, [("2.1", "a", "test_a")]) == []
+        equations.proof_complaints({"2.1": "a"}, [("2.1", "a", "test_a")])
+        == []
     )
 
 
 def test_a_citation_of_no_equation_is_noticed():
     tags = {"2.1": "a", "2.2": "b"}
     text = "By (2.1), (2.3) and, not written yet, (7.1)."
-    assert checks.citation_complaints(text, "here", tags) == [
+    assert equations.citation_complaints(text, "here", tags) == [
         "here: cites (2.3), which no display has"
     ]
 
@@ -156,7 +161,7 @@ So (2.8).
 
 </details>
 """
-    found = checks.CITED.findall(checks.plain(page))
+    found = equations.CITED.findall(equations.plain(page))
     assert found == [("2", "1"), ("2", "2"), ("2", "7"), ("2", "8")]
 
 
@@ -168,8 +173,8 @@ def f(x):
     return f(2.6)  # Equation (2.7)
 '''
     tags = {"2.1": "a", "2.2": "b"}
-    cited = checks.code_citations(module)
-    assert checks.citation_complaints(cited, "f", tags) == [
+    cited = equations.code_citations(module)
+    assert equations.citation_complaints(cited, "f", tags) == [
         f"f: cites (2.{n}), which no display has" for n in [3, 4, 7]
     ]
 

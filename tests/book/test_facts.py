@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bft_ref.notebook import chapter, fact, facts
-from book.tools import checks, prose
+from book.tools import cells, numerals, order, prose
 from tests.book.small import NOTEBOOKS, ROOT, each_notebook
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("book/pages/*.md")])
@@ -35,14 +35,14 @@ def test_prose_states_the_facts(path: Path):
     recorded = facts.read(path.parent / "facts", path.stem)
     assert [
         f"cell {at}: {complaint}"
-        for at, source in checks.sources(notebook, "markdown")
-        for complaint in checks.prose_complaints(source, recorded)
+        for at, source in cells.sources(notebook, "markdown")
+        for complaint in prose.prose_complaints(source, recorded)
     ] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_pages_that_quote_a_fact_quote_it_right(path: Path):
-    assert checks.page_complaints(path.read_text("utf8")) == []
+    assert prose.page_complaints(path.read_text("utf8")) == []
 
 
 def book() -> Iterator[tuple[str, facts.Facts]]:
@@ -50,11 +50,11 @@ def book() -> Iterator[tuple[str, facts.Facts]]:
     for path in NOTEBOOKS:
         recorded = facts.read(path.parent / "facts", path.stem)
         notebook = nbformat.read(path, as_version=4)
-        for _, source in checks.sources(notebook, "markdown"):
-            for sentence in checks.sentences(source):
+        for _, source in cells.sources(notebook, "markdown"):
+            for sentence in prose.sentences(source):
                 yield sentence, recorded
     for path in PAGES:
-        for sentence in checks.sentences(path.read_text("utf8")):
+        for sentence in prose.sentences(path.read_text("utf8")):
             yield sentence, {}
 
 
@@ -69,11 +69,11 @@ def alt_texts() -> Iterator[str]:
 def test_no_comparison_of_the_book_outlives_another_direction():
     survivors, seen = [], 0
     for text, recorded in book():
-        for found in prose.ORDER.finditer(text):
-            word = prose.LAST.search(text[: found.start()])
+        for found in order.ORDER.finditer(text):
+            word = order.LAST.search(text[: found.start()])
             assert word, text
-            says = prose.SAYS[prose.spoken(word[0])]
-            others = [one for one in prose.SAYS if prose.SAYS[one] != says]
+            says = order.SAYS[order.spoken(word[0])]
+            others = [one for one in order.SAYS if order.SAYS[one] != says]
             denied = [f"{no} {word[0]}" for no in ("not", "never", "hardly")]
             seen += 1
             survivors += [
@@ -81,7 +81,7 @@ def test_no_comparison_of_the_book_outlives_another_direction():
                 for one in [*others, *denied, "odder", "the"]
                 if not any(
                     found[0] in complaint
-                    for complaint in checks.fact_complaints(
+                    for complaint in prose.fact_complaints(
                         text[: word.start()] + one + text[word.end() :],
                         recorded,
                     )
@@ -97,37 +97,37 @@ def test_no_course_of_the_book_outlives_the_other_direction():
     for source in (texts, alt_texts()):
         seen = 0
         for text in source:
-            plain = checks.COMMENT.sub("", text)
-            for found in prose.COURSE.finditer(plain):
+            plain = prose.COMMENT.sub("", text)
+            for found in order.COURSE.finditer(plain):
                 seen += 1
                 old, new = found["old"], found["new"]
                 other = "falls" if found["word"] in RISING else "rises"
                 swapped = found[0].replace(old, "@").replace(new, old)
                 survivors += [
-                    mutant
-                    for mutant in (
+                    slip
+                    for slip in (
                         swapped.replace("@", new),
                         found[0].replace(found["word"], other),
                     )
-                    if not list(prose.misled(mutant))
+                    if not list(order.misled(slip))
                 ]
         assert seen > 3
     assert survivors == []
 
 
-RISING = prose.WORDS["changes"][">"]
+RISING = order.WORDS["changes"][">"]
 
 
 def test_a_word_of_order_has_one_direction_and_one_place():
     listed = [
         word
         for kind in ("comparatives", "changes", "others")
-        for words in prose.WORDS[kind].values()
+        for words in order.WORDS[kind].values()
         for word in words
     ]
     assert len(listed) == len(set(listed))
-    assert all(word == prose.spoken(word) for word in listed)
-    assert set(prose.SAYS.values()) <= {*prose.SIGNS, "better", "worse"}
+    assert all(word == order.spoken(word) for word in listed)
+    assert set(order.SAYS.values()) <= {*order.SIGNS, "better", "worse"}
 
 
 def test_every_facts_file_has_its_notebook():
@@ -239,25 +239,25 @@ WRONG = [
 
 @pytest.mark.parametrize("source", RIGHT)
 def test_prose_that_is_right_passes(source: str):
-    assert checks.prose_complaints(source, FACTS) == []
-    assert prose.render(source, FACTS) == source
+    assert prose.prose_complaints(source, FACTS) == []
+    assert numerals.render(source, FACTS) == source
 
 
 @pytest.mark.parametrize(("source", "said"), WRONG)
 def test_prose_that_is_wrong_is_noticed(source: str, said: str):
-    complaints = checks.prose_complaints(source, FACTS)
+    complaints = prose.prose_complaints(source, FACTS)
     assert said in complaints[0]
 
 
 def test_what_is_wrong_with_a_fact_on_a_page_is_noticed():
     page = "Its 12 are higher<!-- fact: {} -->."
     right = page.format("02:fused_sd < 02:sd_better")
-    assert checks.page_complaints(right.replace("higher", "lower")) == []
-    (found,) = checks.page_complaints(right)
+    assert prose.page_complaints(right.replace("higher", "lower")) == []
+    (found,) = prose.page_complaints(right)
     assert "'higher' says >" in found
-    (found,) = checks.page_complaints(page.format("02:fused_sd = 1"))
+    (found,) = prose.page_complaints(page.format("02:fused_sd = 1"))
     assert "no number or word of that form" in found
-    (found,) = checks.page_complaints("55<!-- fact: 02:fused_sd .0f --> fell.")
+    (found,) = prose.page_complaints("55<!-- fact: 02:fused_sd .0f --> fell.")
     assert "a word of order beside a fact" in found
 
 
@@ -266,7 +266,7 @@ def test_rendering_mends_the_digits_and_nothing_else():
         "Of 3, 0.1<!-- fact: gain .3f --> and $K < 9$<!-- fact: low .1f -->\n"
         "`0.1<!-- fact -->`"
     )
-    assert prose.render(stale, FACTS) == (
+    assert numerals.render(stale, FACTS) == (
         "Of 3, 0.771<!-- fact: gain .3f --> and "
         "$K < -0.2$<!-- fact: low .1f -->\n`0.1<!-- fact -->`"
     )

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_output
 
-from book.tools import checks, execute
+from book.tools import execute, stored
 from tests.book.small import (
     NOTEBOOKS,
     ROOT,
@@ -30,13 +30,13 @@ def test_there_are_notebooks():
 @each_notebook
 def test_stored_executed_in_order_without_errors(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    assert checks.execution_complaints(notebook) == []
+    assert stored.execution_complaints(notebook) == []
 
 
 @each_notebook
 def test_only_what_is_safeguarded_is_left_out(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    assert checks.ignored_complaints(notebook) == []
+    assert stored.ignored_complaints(notebook) == []
 
 
 @each_notebook
@@ -53,11 +53,11 @@ def said(complaints: list[str], text: str) -> bool:
 
 def test_a_cell_not_executed_or_out_of_order_is_noticed():
     notebook = book(md("Text"), code("x = 1"), code("y = 2"))
-    assert checks.execution_complaints(notebook) == []
+    assert stored.execution_complaints(notebook) == []
     notebook.cells[2].execution_count = None
-    assert said(checks.execution_complaints(notebook), "cell 2: expected")
+    assert said(stored.execution_complaints(notebook), "cell 2: expected")
     notebook.cells[2].execution_count = 3
-    assert said(checks.execution_complaints(notebook), "count 2, got 3")
+    assert said(stored.execution_complaints(notebook), "count 2, got 3")
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_a_cell_not_executed_or_out_of_order_is_noticed():
 def test_a_stored_error_warning_or_widget_is_noticed(output, text):
     notebook = book(code("x = 1"))
     notebook.cells[0].outputs = [output]
-    assert said(checks.execution_complaints(notebook), text)
+    assert said(stored.execution_complaints(notebook), text)
 
 
 IGNORED = "nbval-ignore-output"
 
 
 def test_what_may_be_left_out():
-    assert not checks.ignored_complaints(
+    assert not stored.ignored_complaints(
         book(
             code("slider('a', 'b', v, f)", IGNORED),
             code("figure(fig, 'a', alt=alt)", IGNORED),
@@ -119,7 +119,7 @@ def test_what_may_be_left_out():
     ],
 )
 def test_a_cell_left_out_without_need_or_safeguard_is_noticed(cells, text):
-    assert said(checks.ignored_complaints(book(*cells)), text)
+    assert said(stored.ignored_complaints(book(*cells)), text)
 
 
 SMALL = """
@@ -180,9 +180,9 @@ def test_a_notebook_is_stored_and_each_change_of_it_noticed(
     small: Path, environment
 ):
     assert execute.main([str(small)]) == 0
-    stored = nbformat.read(small, as_version=4)
-    assert stored.cells[0].source.startswith("A gain of 0.77<!--")
-    assert not checks.execution_complaints(stored)
+    kept = nbformat.read(small, as_version=4)
+    assert kept.cells[0].source.startswith("A gain of 0.77<!--")
+    assert not stored.execution_complaints(kept)
     assert "4 passed" in validated(small)
 
     edit(small, "gain = 0.7714", "gain = 0.7715")

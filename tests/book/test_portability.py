@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from book.tools import checks
+from book.tools import portability, skeleton
 from book.tools.folding import ANSWER
 from tests.book.small import book, code, each_notebook, md
 
@@ -13,15 +13,15 @@ from tests.book.small import book, code, each_notebook, md
 @each_notebook
 def test_portable(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    assert checks.portability_complaints(notebook) == []
-    assert checks.size_complaints(path) == []
+    assert portability.portability_complaints(notebook) == []
+    assert portability.size_complaints(path) == []
 
 
 @each_notebook
 def test_has_the_shape_of_a_chapter(path: Path):
     notebook = nbformat.read(path, as_version=4)
     number = int(path.stem[:2])
-    assert checks.skeleton_complaints(notebook, number) == []
+    assert skeleton.skeleton_complaints(notebook, number) == []
 
 
 FINE = r"""
@@ -45,7 +45,7 @@ Text.
 
 def test_plain_markdown_passes():
     notebook = book(md(FINE), code("x = 1" + 74 * " "))
-    assert checks.portability_complaints(notebook) == []
+    assert portability.portability_complaints(notebook) == []
 
 
 @pytest.mark.parametrize(
@@ -63,41 +63,41 @@ def test_plain_markdown_passes():
     ],
 )
 def test_what_is_not_portable_is_noticed(source: str, said: str):
-    found = checks.portability_complaints(book(md(source)))
+    found = portability.portability_complaints(book(md(source)))
     assert any(said in complaint for complaint in found), found
 
 
 def test_a_long_line_of_code_is_noticed():
-    (found,) = checks.portability_complaints(book(code("x" * 80)))
+    (found,) = portability.portability_complaints(book(code("x" * 80)))
     assert "80 columns" in found
 
 
 def test_a_picture_without_its_alt_text_is_noticed():
     cell = code("figure(fig, 'a', alt=alt)", image_png="", text_plain="Two.")
     cell.outputs[0].metadata["image/png"] = {"alt": "2 curves."}
-    (found,) = checks.portability_complaints(book(cell))
+    (found,) = portability.portability_complaints(book(cell))
     assert "alt text is not the figure's" in found
     cell.metadata["mystnb"] = {"image": {"alt": "2 curves."}}
-    assert checks.portability_complaints(book(cell)) == []
+    assert portability.portability_complaints(book(cell)) == []
     alt = {"alt": "A curve that falls from 3 to 4.5 km."}
     cell.outputs[0].metadata["image/png"] = alt
     cell.metadata["mystnb"] = {"image": alt}
-    (found,) = checks.portability_complaints(book(cell))
+    (found,) = portability.portability_complaints(book(cell))
     assert "'falls from 3 to 4.5': the numbers go the other way" in found
     cell.outputs[0].metadata["image/png"] = {"alt": "2 curves."}
     cell.metadata["mystnb"] = {"image": {"alt": "2 curves."}}
     cell.source = "plt.show()"
-    (found,) = checks.portability_complaints(book(cell))
+    (found,) = portability.portability_complaints(book(cell))
     assert "not from figure()" in found
     cell.source, cell.outputs = "figure(a)", cell.outputs * 2
-    (found,) = checks.portability_complaints(book(cell))
+    (found,) = portability.portability_complaints(book(cell))
     assert "2 figures in one cell" in found
 
 
 def test_a_large_notebook_is_noticed(tmp_path: Path):
     path = tmp_path / "02-large.ipynb"
     path.write_text("x" * 1_000_001)
-    (found,) = checks.size_complaints(path)
+    (found,) = portability.size_complaints(path)
     assert "1000001 bytes" in found
 
 
@@ -136,7 +136,7 @@ def chapter() -> list:
 
 
 def test_a_chapter_with_every_part_passes():
-    assert checks.skeleton_complaints(book(*chapter()), 2) == []
+    assert skeleton.skeleton_complaints(book(*chapter()), 2) == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_chapter_with_every_part_passes():
 def test_a_missing_part_is_noticed(at: int, new, said: str):
     cells = chapter()
     cells[at] = new
-    found = checks.skeleton_complaints(book(*cells), 2)
+    found = skeleton.skeleton_complaints(book(*cells), 2)
     assert any(said in complaint for complaint in found), found
 
 
@@ -175,5 +175,5 @@ def test_a_solution_before_the_answer_is_noticed(order: list[int]):
     cells = chapter()
     first = exercise(1)
     cells[7:11] = [first[at] for at in order]
-    (found,) = checks.exercise_complaints(book(*cells), 2)
+    (found,) = skeleton.exercise_complaints(book(*cells), 2)
     assert "Exercise 2.1: its solution stands before" in found

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bs4 import BeautifulSoup
 
-from bft_ref.notebook import Frame, chapter, facts, slider, sliders
+from bft_ref.notebook import SliderState, chapter, facts, slider, sliders
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -20,9 +20,9 @@ AXES = {"xlabel": "x", "ylabel": "y & z", "xlim": (0, 4), "ylim": (-2, 2)}
 VALUES = [0.5, 1.5, 2.5]
 
 
-def frame(value: float) -> Frame:
+def state(value: float) -> SliderState:
     """A line, dots and a named point, each moved by the value."""
-    return Frame(
+    return SliderState(
         lines=[(X, np.sin(value * X), "a <wave>")],
         points=[(X, torch.tensor(X) / value - 1, "dots"), (2, 0.5, "here")],
         readout=f"It's {value / 3:.2f} & more",
@@ -64,7 +64,7 @@ def test_stored_sliders_are_small():
 
 
 def test_the_first_state_stands_in_the_page(shown):
-    slider("one", "Label <k>", VALUES, frame, start=1.5, unit="m", **AXES)
+    slider("one", "Label <k>", VALUES, state, start=1.5, unit="m", **AXES)
     page = only(shown)
     root = page.select_one(".bft-slider")
     assert float(root["data-value"]) == 0.5
@@ -80,7 +80,7 @@ def test_the_first_state_stands_in_the_page(shown):
 
 
 def test_nothing_clashes_and_nothing_is_asked_for(shown):
-    slider("one", "Label", VALUES, frame, **AXES)
+    slider("one", "Label", VALUES, state, **AXES)
     text = shown[0].data
     assert not re.search(r"\bid=", text)
     assert not re.search(r"https?:|//\w+\.\w|@import|url\(", text)
@@ -88,12 +88,12 @@ def test_nothing_clashes_and_nothing_is_asked_for(shown):
 
 
 def test_every_frame_is_in_the_page(shown):
-    slider("one", "Label", VALUES, frame, **AXES)
+    slider("one", "Label", VALUES, state, **AXES)
     data = json.loads(only(shown).div["data-frames"])
     numbers = [float(state["number"]) for state in data["frames"]]
     assert numbers == [value / 3 for value in VALUES]
     assert [s["readout"] for s in data["frames"]] == [
-        frame(value).readout for value in VALUES
+        state(value).readout for value in VALUES
     ]
 
 
@@ -131,12 +131,12 @@ def test_points_that_are_not_finite_are_left_out():
     assert sliders.path(np.empty((0, 2), int), "line") == ""
 
 
-def test_frames_may_differ_in_what_they_draw(shown):
-    def uneven(value: float) -> Frame:
+def test_states_may_differ_in_what_they_draw(shown):
+    def uneven(value: float) -> SliderState:
         lines = [(X, X - value, "always")]
         if value > 1:
             lines.append((X[:4], X[:4] / 2, "sometimes"))
-        return Frame(lines=lines, readout=f"{value:.1f}", number=value)
+        return SliderState(lines=lines, readout=f"{value:.1f}", number=value)
 
     slider("one", "Label", VALUES, uneven, **AXES)
     data = json.loads(only(shown).div["data-frames"])
@@ -145,26 +145,26 @@ def test_frames_may_differ_in_what_they_draw(shown):
 
 
 def test_numbers_and_curves_are_facts(shown, monkeypatch):
-    slider("one", "Label", VALUES, frame, **AXES)
+    slider("one", "Label", VALUES, state, **AXES)
     stored = facts.read(Path("facts"), "02-small")
     assert stored["slider:one"]["value"] == [v / 3 for v in VALUES]
     monkeypatch.setenv("BFT_FACTS", "check")
     chapter("02-small")
-    slider("one", "Label", VALUES, frame, **AXES)
+    slider("one", "Label", VALUES, state, **AXES)
 
-    def moved(value: float) -> Frame:
+    def moved(value: float) -> SliderState:
         y = np.sin(value * X)
         y[3] += 1e-3 * (value == 2.5)
-        kept = frame(value)
-        return Frame([(X, y, "a <wave>")], kept.points, "1", kept.number)
+        kept = state(value)
+        return SliderState([(X, y, "a <wave>")], kept.points, "1", kept.number)
 
     chapter("02-small")
     with pytest.raises(facts.FactError, match="'slider:one:curves' is now"):
         slider("one", "Label", VALUES, moved, **AXES)
 
-    def other(value: float) -> Frame:
-        kept = frame(value)
-        return Frame(kept.lines, kept.points, "1", value / 2.9)
+    def other(value: float) -> SliderState:
+        kept = state(value)
+        return SliderState(kept.lines, kept.points, "1", value / 2.9)
 
     chapter("02-small")
     with pytest.raises(facts.FactError, match="'slider:one' is now"):
@@ -179,28 +179,32 @@ def test_numbers_and_curves_are_facts(shown, monkeypatch):
         ({"start": 9.5}, ValueError, "start: expected one of values"),
         ({"xlim": (2, 2)}, ValueError, "xlim: expected low < high"),
         ({"ylim": (0, np.nan)}, ValueError, "ylim: expected a finite"),
-        ({"frame": lambda v: v}, TypeError, "expected a Frame"),
-        ({"frame": lambda v: Frame(readout="1")}, ValueError, "nothing is"),
+        ({"state": lambda v: v}, TypeError, "expected a SliderState"),
         (
-            {"frame": lambda v: Frame(lines=[(X, X, "a")])},
+            {"state": lambda v: SliderState(readout="1")},
+            ValueError,
+            "nothing is",
+        ),
+        (
+            {"state": lambda v: SliderState(lines=[(X, X, "a")])},
             ValueError,
             "expected a readout",
         ),
     ],
 )
 def test_bad_input_says_what_is_expected(shown, changed, error, said):
-    given = {"values": VALUES, "frame": frame, **AXES} | changed
+    given = {"values": VALUES, "state": state, **AXES} | changed
     with pytest.raises(error, match=said):
         slider(
-            "one", "Label", given.pop("values"), given.pop("frame"), **given
+            "one", "Label", given.pop("values"), given.pop("state"), **given
         )
 
 
 def test_x_and_y_have_one_length():
     with pytest.raises(ValueError, match=r"lines 'a': .*\(9,\) and \(8,\)"):
-        Frame(lines=[(X, X[:8], "a")])
+        SliderState(lines=[(X, X[:8], "a")])
     with pytest.raises(ValueError, match="number: expected a finite"):
-        Frame(number=np.nan)
+        SliderState(number=np.nan)
 
 
 def test_ticks_are_round_and_inside():
@@ -215,7 +219,7 @@ def test_ticks_are_round_and_inside():
 
 
 def test_a_stored_slider_has_no_widget(shown):
-    slider("one", "Label", VALUES, frame, **AXES)
+    slider("one", "Label", VALUES, state, **AXES)
     assert len(shown) == 1
     assert not sliders.live()
 
@@ -225,18 +229,18 @@ def test_a_live_kernel_adds_a_widget_that_computes(shown, monkeypatch):
     monkeypatch.setattr(sliders, "live", lambda: True)
     computed = []
 
-    def watched(value: float) -> Frame:
+    def watched(value: float) -> SliderState:
         computed.append(value)
-        return frame(value)
+        return state(value)
 
     slider("one", "Label", VALUES, watched, start=1.5, **AXES)
     _, accordion = shown
     control, view = accordion.children[0].children
     assert control.index == 1
-    assert html.escape(frame(1.5).readout) in view.value
+    assert html.escape(state(1.5).readout) in view.value
     computed.clear()
     control.index = 2
     assert computed == [2.5]
-    assert html.escape(frame(2.5).readout) in view.value
+    assert html.escape(state(2.5).readout) in view.value
     assert "<script" not in view.value
     assert "data-frames" not in view.value

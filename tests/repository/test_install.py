@@ -1,6 +1,7 @@
 """What an install promises: each part imports with the extra it names."""
 
 import importlib.metadata
+import os
 import pkgutil
 import re
 import subprocess
@@ -183,14 +184,77 @@ def test_a_release_agrees_with_its_tag_and_has_a_day():
         assert f"## {version} (YYYY-MM-DD)" in day
 
 
-def test_the_wheel_has_the_package_and_its_numbers(tmp_path: Path):
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    subprocess.run([*command, "-d", tmp_path], cwd=ROOT, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*command, "-d", folder], cwd=ROOT, check=True)
+    (wheel,) = folder.glob("*.whl")
     assert wheel.name.startswith(f"bft_ref-{bft_ref.__version__}-py3")
-    names = zipfile.ZipFile(wheel).namelist()
-    facts = [n for n in names if re.fullmatch(r"bft_ref/facts/\d.*json", n)]
-    assert len(facts) == len(list((ROOT / "notebooks").glob("[0-9]*.ipynb")))
-    assert "bft_ref/py.typed" in names
-    assert any(name.startswith("bft_ref/results/") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"bft_ref"}
+    zipfile.ZipFile(wheel).extractall(folder / "site-packages")
+    return folder / "site-packages"
+
+
+def test_the_wheel_has_the_package_and_its_numbers(installed: Path):
+    def files(folder: Path) -> set[Path]:
+        return {
+            path.relative_to(folder)
+            for path in folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+
+    there = files(installed / "bft_ref")
+    numbers = {Path("facts"), Path("results")}
+    assert {path for path in there if not numbers & {*path.parents}} == files(
+        ROOT / "bft_ref"
+    )
+    assert {path.parent for path in there} > numbers
+    facts = [path.name for path in there if path.parent == Path("facts")]
+    assert sorted(facts) == sorted(
+        path.with_suffix(".json").name
+        for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
+    )
+    assert {path.suffix for path in there} == {
+        *[".csv", ".css", ".js", ".json", ".py", ".typed"]
+    }
+    metadata = f"bft_ref-{bft_ref.__version__}.dist-info"
+    assert {path.name for path in installed.iterdir()} == {"bft_ref", metadata}
+
+
+FROM_SITE_PACKAGES = """
+import importlib, inspect, pkgutil
+from pathlib import Path
+
+import bft_ref
+
+package = Path({package!r})
+assert Path(bft_ref.__file__).parent == package, bft_ref.__file__
+for info in pkgutil.walk_packages(bft_ref.__path__, "bft_ref."):
+    module = importlib.import_module(info.name)
+    assert package in Path(module.__file__).parents, module.__file__
+
+from bft_ref.notebook import examples, facts, results, sliders
+
+for name in examples.__all__:
+    read = getattr(examples, name)
+    if inspect.isfunction(read):
+        read()
+assert facts.recorded("01-why-precision")
+assert results.load(results.names()[0])["seed"] >= 0
+assert sliders.part("slider.js")
+"""
+
+
+def test_what_the_wheel_has_runs_from_site_packages(
+    installed: Path, tmp_path: Path
+):
+    code = FROM_SITE_PACKAGES.format(package=str(installed / "bft_ref"))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -2,11 +2,13 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 
@@ -48,6 +50,41 @@ def test_make_help_names_every_target(root: Path):
         *named,
         "help",
     }
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
+def test_after_make_hooks_git_reads_notebooks(root: Path, tmp_path: Path):
+    def ran(command: str, cwd: Path = tmp_path) -> str:
+        return subprocess.run(
+            command, shell=True, cwd=cwd, check=True, capture_output=True
+        ).stdout.decode()
+
+    def changed(cell: int, source: str) -> None:
+        for one in book.cells:  # an execution counts all of them anew
+            one.execution_count = cell + 7
+        book.cells[cell].source = source
+        nbformat.write(book, tmp_path / "a.ipynb")
+        ran(f"git {me} commit --all --message {cell}")
+
+    made = ran(f"make --dry-run hooks VENV={sys.prefix}", root)
+    commands = re.findall(r"(?m)^git config (?:.*\\\n)*.*$", made)
+    assert len(commands) == 3
+    ran("git init --quiet && " + " && ".join(commands))
+    shutil.copy(root / ".gitattributes", tmp_path)
+    me = "-c user.name=a -c user.email=a@b"
+    cells = [nbformat.v4.new_code_cell(name) for name in "abc"]
+    book = nbformat.v4.new_notebook(cells=cells)
+    nbformat.write(book, tmp_path / "a.ipynb")
+    ran(f"git add . && git {me} commit --message 0 && git branch other")
+    changed(0, "first")
+    assert "modified /cells/0/source" in ran("git diff HEAD^")
+    assert "code cell 0" in ran("git log -p -1")
+    ran("git switch other")
+    book.cells[0].source = "a"
+    changed(1, "second")
+    ran(f"git {me} merge -")
+    merged = nbformat.read(tmp_path / "a.ipynb", as_version=4)
+    assert [one.source for one in merged.cells] == ["first", "second", "c"]
 
 
 def test_an_action_that_is_not_pinned_is_noticed(tmp_path: Path):

@@ -443,15 +443,3 @@ def test_attention_names_what_is_wrong(argument, bad, error):
     kriging_attention(**call)
     with pytest.raises(error, match=f"^{argument}"):
         kriging_attention(**call | {argument: bad})
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device here"
-)
-def test_the_same_on_a_gpu():
-    inputs = heads_of(keys=9)
-    here = kriging_attention(*inputs)
-    there = kriging_attention(*(x.cuda() for x in inputs))
-    for x, y in zip(here, there, strict=True):
-        assert_close(x, y.cpu(), rtol=1e-10, atol=1e-10)

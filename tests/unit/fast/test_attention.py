@@ -210,16 +210,6 @@ def test_any_size_of_block_gives_the_same(budget, causal, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.gpu
-def test_flex_gradients_on_cuda():
-    case = Case(queries=128, size=16, dtype=torch.float32)
-    for name in case.names:
-        setattr(case, name, getattr(case, name).cuda())
-    for x in gradients(case, "flex", False, is_causal=True):
-        assert x.isfinite().all()
-
-
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 300.0])
 @pytest.mark.parametrize("spread", [0.0, 60.0])
 def test_blocked_equals_the_reference_for_extreme_scores_and_precisions(

@@ -1,0 +1,105 @@
+"""The shape that all chapters share, and that of their exercises.
+
+Each check returns what is wrong, as lines; ``tests/book`` proves each by a
+notebook that breaks it on purpose.
+"""
+
+import re
+
+from nbformat import NotebookNode
+
+from book.tools.cells import calls, sources
+from book.tools.folding import ANSWER, title
+
+EXERCISE = re.compile(
+    r"(?m)^### Exercise (\d+)\.(\d+) \((\d+) minutes, level [123]\)$"
+)
+
+
+def skeleton_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
+    """Where a chapter departs from the shape that all share."""
+    found = []
+    cells = notebook.cells
+    title = cells[0].source.splitlines()[0] if cells[0].source else ""
+    if not title.startswith(f"# {chapter} "):
+        found.append(f"expected a title '# {chapter} …', got {title!r}")
+    if "colab.research.google.com" not in cells[0].source:
+        found.append("the first cell has no Colab badge")
+    if "install" not in cells[1].metadata.get("tags", []):
+        found.append("the second cell is not tagged install")
+    code = [source for _, source in sources(notebook, "code")]
+    named = [source for source in code if "chapter" in calls(source)]
+    if len(named) != 1:
+        found.append(f"chapter() is called in {len(named)} cells, not in one")
+    text = "\n\n".join(source for _, source in sources(notebook, "markdown"))
+    headings = re.findall(r"(?m)^#+ .*$", re.sub(r"(?s)```.*?```", "", text))
+    if sum(heading.startswith("# ") for heading in headings) != 1:
+        found.append("expected one heading of the first level")
+    for part in ["where this breaks", "exercises", "what to remember"]:
+        if not any(part in heading.lower() for heading in headings):
+            found.append(f"no heading {part!r}")
+    if not any("slider" in calls(source) for source in code):
+        found.append("no slider")
+    if not any("figure" in calls(source) for source in code):
+        found.append("no figure")
+    return found + exercise_complaints(notebook, chapter)
+
+
+def exercise_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
+    """Exercises without id, minutes, level, answer cell or folded solution."""
+    found: list[str] = []
+    exercises: list[list[NotebookNode]] = []
+    labels: list[tuple[str, str]] = []
+    loose = 0
+    for cell in notebook.cells:
+        text = cell.source if cell.cell_type == "markdown" else ""
+        loose += len(re.findall(r"(?m)^#+ Exercise\b", text))
+        if match := EXERCISE.search(text):
+            labels.append((match[1], match[2]))
+            exercises.append([])
+        elif re.search(r"(?m)^#{1,2} ", text) and exercises:
+            break
+        if exercises:
+            exercises[-1].append(cell)
+    due = [(str(chapter), str(n + 1)) for n in range(len(labels))]
+    if labels != due:
+        found.append(f"expected exercises {due}, got {labels}")
+    if loose != len(exercises):
+        found.append(
+            "an exercise's heading is not '### Exercise 2.1 (10 minutes, "
+            "level 1)', or two share a cell"
+        )
+    solved = [
+        cells
+        for cells in exercises
+        if any("<summary>Solution</summary>" in c.source for c in cells)
+    ]
+    if len(solved) < 4:
+        found.append(f"{len(solved)} exercises with a solution, not four")
+    if exercises and len(exercises) - len(solved) != 1:
+        found.append("expected one exercise without a published solution")
+    for (n, k), cells in zip(labels, exercises, strict=True):
+        label, solution = f"Exercise {n}.{k}", f"Solution {n}.{k}"
+        answers = [at for at, c in enumerate(cells) if c.source == ANSWER]
+        if len(answers) != 1:
+            found.append(
+                f"{label}: {len(answers)} code cells that hold only "
+                f"{ANSWER!r}, not one"
+            )
+        solving = [at for at, c in enumerate(cells) if solves(c, solution)]
+        if cells in solved and not any(
+            title(cells[at].source) for at in solving
+        ):
+            found.append(
+                f"{label}: no code cell that begins with '# @title {solution}'"
+            )
+        if solving and answers and solving[0] < answers[0]:
+            found.append(f"{label}: its solution stands before {ANSWER!r}")
+    return found
+
+
+def solves(cell: NotebookNode, name: str) -> bool:
+    """Whether a cell has the reasoning or the code of a solution."""
+    if cell.cell_type == "markdown":
+        return "<summary>Solution</summary>" in cell.source
+    return title(cell.source) == name
