@@ -1,17 +1,58 @@
 """HSTU: pointwise attention whose weights need not sum to one."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import delta, reml
+from bft_ref import checks, delta, reml
 from bft_ref.belief import Belief, discount, wide
 from bft_ref.kalman import update
 from bft_ref.layer import LayerTrace, Observation
-from bft_ref.recsys.models.base import ModelConfig, Recommender
+from bft_ref.recsys.models.base import Recommender, RecommenderConfig
 
 TIME_BUCKETS = 129
 EPSILON = 1e-6  # of the norms, as published
+
+
+@dataclass(frozen=True)
+class HSTUFilter:
+    """What HSTU as a filter needs of a BFTConfig's options.
+
+    Raises: TypeError for a field of another type; ValueError for a bad value.
+    """
+
+    # A precision per feature, or one per token.
+    granularity: Literal["feature", "token"] = "feature"
+    # s₀² from the neighbours' own variances, or one.
+    prior_scale: Literal["neighbours", "unit"] = "neighbours"
+    prior_dof: float = 1.0  # ν₀ > 0 of the inverse-χ² prior.
+    # Carry the variance through W_O into state units.
+    project_variance: bool = True
+    process_noise: float = 1.0  # Initial Q > 0, in state².
+
+    def __post_init__(self):
+        checks.typed(self)
+        checks.number("prior_dof", self.prior_dof, 0.0)
+        checks.number("process_noise", self.process_noise, 0.0)
+
+
+@dataclass(frozen=True)
+class HSTUConfig(RecommenderConfig):
+    """HSTU: pointwise attention whose weights need not sum to one."""
+
+    model = "hstu"
+
+    # The scores of states and items of unit length are divided by it.
+    temperature: float = 0.05
+    # Make every layer a Bayesian filter.
+    bft: HSTUFilter | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.number("temperature", self.temperature, 0.0)
 
 
 class HSTULayer(nn.Module):
@@ -22,24 +63,22 @@ class HSTULayer(nn.Module):
     FFN; initial weights as published. As a filter: A is reweighted by λ̄,
     Var(AV) is the sandwich estimate, carried through the norm, U² and W_O² to
     λ_obs; then h' = h + K ∘ e, and λ is discounted by Q (J = 0). Equations
-    (11.7)–(11.14); our formulas. Of a BFTConfig it reads what these need:
-    ``prior_dof``, ``prior_scale``, ``process_noise``, ``granularity`` and
-    ``project``.
+    (11.7)–(11.14); our formulas.
 
     Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
     1).
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: HSTUConfig):
         super().__init__()
-        c = self.config = config
-        self.uvqk = nn.Linear(c.d, 4 * c.d, bias=False)
-        self.out = nn.Linear(c.d, c.d)
+        c, d = config, config.d_model
+        self.config = config
+        self.uvqk = nn.Linear(d, 4 * d, bias=False)
+        self.out = nn.Linear(d, d)
         nn.init.normal_(self.uvqk.weight, std=0.02)
         nn.init.xavier_uniform_(self.out.weight)
         if c.bft is not None:
-            features = c.d if c.bft.granularity == "feature" else 1
-            noise = torch.full((features,), c.bft.process_noise)
+            noise = torch.full((c.features,), c.bft.process_noise)
             self.log_process_noise = nn.Parameter(noise.log())
 
     def forward(self, belief, relative: Tensor, trace: bool = False):
@@ -49,13 +88,13 @@ class HSTULayer(nn.Module):
         inner = self.uvqk(x.z.to(h.dtype))
         u, v, q, k = F.silu(inner).chunk(4, -1)
         v, q, k = (
-            y.unflatten(-1, (c.heads, -1)).transpose(1, 2) for y in (v, q, k)
+            y.unflatten(-1, (c.nhead, -1)).transpose(1, 2) for y in (v, q, k)
         )
         tokens = h.shape[1]
         visible = torch.ones(
             tokens, tokens, dtype=torch.bool, device=h.device
         ).tril()
-        weights = F.silu(q @ k.mT + relative) / c.length
+        weights = F.silu(q @ k.mT + relative) / c.max_length
         weights = weights.masked_fill(~visible, 0.0)
         if c.bft is not None:
             weights = reml.precision_weights(
@@ -73,15 +112,15 @@ class HSTULayer(nn.Module):
         n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
             min=torch.finfo(weights.dtype).tiny
         )
-        seen = Observation(e, log_observed, n, weights)
-        updated, gain = self.update(belief, seen)
+        observation = Observation(e, log_observed, n, weights)
+        updated, gain = self.update(belief, observation)
         log_q = wide(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
         if not trace:
             return predicted
         return predicted, LayerTrace(
-            seen,
+            observation,
             gain,
             updated.log_precision,
             torch.zeros_like(log_observed),
@@ -89,15 +128,17 @@ class HSTULayer(nn.Module):
         )
 
     def update(
-        self, belief: Belief, seen: Observation
+        self, belief: Belief, observation: Observation
     ) -> tuple[Belief, Tensor]:
         """The residual connection as a Kalman update, and its gain."""
-        return update(belief, seen.innovation, seen.log_precision)
+        return update(
+            belief, observation.innovation, observation.log_precision
+        )
 
     def _log_precision(self, weights, v, inner, x, belief, normed, u):
         """−log Var e, (B, T, d or 1), and whether a token saw anything."""
         c = self.config
-        d = c.d
+        d = c.d_model
         g = wide(self.uvqk.weight[d : 2 * d]).square().sum(1)
         before = inner[..., d : 2 * d]
         slope = delta.value_and_slope(F.silu, before)[1].square()
@@ -105,7 +146,7 @@ class HSTULayer(nn.Module):
         if c.bft.prior_scale == "neighbours":
             spread = reml.neighbour_variance(belief.log_precision, x.scale)
             own = own * spread.unsqueeze(-1)
-        own = own.unflatten(-1, (c.heads, -1)).transpose(1, 2)
+        own = own.unflatten(-1, (c.nhead, -1)).transpose(1, 2)
         squares = wide(weights).square()
         total = squares.sum(-1, keepdim=True)
         share = squares / torch.where(total > 0, total, 1.0)
@@ -117,7 +158,7 @@ class HSTULayer(nn.Module):
         log_variance = -delta.normalised_precision(-variance.log(), normed)
         peak = log_variance.detach().amax(-1, keepdim=True)
         variance = (log_variance - peak).exp() * wide(u).square()
-        if c.bft.project:
+        if c.bft.project_variance:
             variance = variance @ wide(self.out.weight).square().mT
         if c.bft.granularity == "token":
             variance = variance.mean(-1, keepdim=True)
@@ -134,12 +175,14 @@ class HSTU(Recommender):
     product is divided by ``temperature``.
     """
 
-    def __init__(self, config: ModelConfig, frequency=None):
+    config: HSTUConfig
+
+    def __init__(self, config: HSTUConfig, frequency=None):
         super().__init__(config, frequency)
         self.layers = nn.ModuleList(
-            HSTULayer(config) for _ in range(config.layers)
+            HSTULayer(config) for _ in range(config.num_layers)
         )
-        self.distance = nn.Parameter(0.02 * torch.randn(config.length))
+        self.distance = nn.Parameter(0.02 * torch.randn(config.max_length))
         self.bucket = nn.Parameter(0.02 * torch.randn(TIME_BUCKETS))
 
     def relative(self, items: Tensor, times: Tensor | None) -> Tensor:
@@ -164,21 +207,19 @@ class HSTU(Recommender):
             for layer in self.layers:
                 h = layer(h, r)
             return h, []
-        features = (
-            self.config.d if self.config.bft.granularity == "feature" else 1
-        )
+        features = self.config.features
         log_tau = self.tau(items, self.items(items))
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
         traces = []
         for layer in self.layers:
             belief = layer(belief, r, trace)
             if trace:
-                belief, seen = belief
-                traces.append(seen)
+                belief, of_layer = belief
+                traces.append(of_layer)
         return belief.mean, traces
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def query(self, hidden: Tensor) -> Tensor:
         return F.normalize(hidden, dim=-1) / self.config.temperature
 
-    def keys(self):
+    def item_embeddings(self):
         return F.normalize(self.items.weight, dim=-1), None

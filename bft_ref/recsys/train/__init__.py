@@ -1,7 +1,7 @@
 """Train and evaluate: ``python -m bft_ref.recsys.train --help``."""
 
 from bft_ref.recsys.train.batches import Batch, training_batches
-from bft_ref.recsys.train.diagnostics import anatomy, interventions
+from bft_ref.recsys.train.diagnostics import diagnose, interventions
 from bft_ref.recsys.train.losses import LOSSES, next_item_loss
 from bft_ref.recsys.train.trainer import (
     Fitted,
@@ -16,7 +16,7 @@ __all__ = [
     "Batch",
     "Fitted",
     "TrainConfig",
-    "anatomy",
+    "diagnose",
     "evaluate",
     "fit",
     "interventions",
