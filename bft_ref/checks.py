@@ -210,13 +210,12 @@ def _real(name: str, value: object) -> float:
 
 
 def typed(config) -> None:
-    """Raise unless each field of a dataclass is of its type.
+    """Raise TypeError unless each field of a dataclass is of its type.
 
-    Fields may be numbers, strings, one of several words (``Literal``), tuples
-    of one kind, other dataclasses, and unions of these. TypeError for another
-    type, ValueError for another word. What means the same becomes the same:
-    NumPy's numbers are turned into Python's, an int into a float where one is
-    expected, a list into a tuple. A bool is no number.
+    Fields may be numbers, strings, tuples of one kind, other dataclasses, and
+    unions of these. What means the same becomes the same: NumPy's numbers are
+    turned into Python's, an int into a float where one is expected, a list
+    into a tuple. A bool is no number.
     """
     for name, kind in get_type_hints(type(config)).items():
         value = _as(name, kind, getattr(config, name))
@@ -224,7 +223,7 @@ def typed(config) -> None:
 
 
 def _as(name: str, kind: Any, value: Any) -> Any:
-    if get_origin(kind) is Literal and isinstance(value, str):
+    if get_origin(kind) is Literal:
         return choice(name, value, get_args(kind))
     union = get_origin(kind) in (Union, UnionType)
     kinds = get_args(kind) if union else (kind,)
@@ -241,8 +240,6 @@ def _as(name: str, kind: Any, value: Any) -> Any:
         other = each not in (int, float) and isinstance(each, type)
         if other and isinstance(value, each):
             return value
-    if get_origin(kind) is Literal:
-        kinds = (str,)
     said = " or ".join(
         "None" if each is NoneType else getattr(each, "__name__", str(each))
         for each in kinds
