@@ -17,7 +17,7 @@ from scipy import stats
 from bft_ref import Belief, BFTConfig, BFTLayer, delta
 from bft_ref.kriging import kriging_attention, kriging_weights
 from bft_ref.notebook.examples import engel
-from bft_ref.recsys.models.base import ModelConfig
+from bft_ref.recsys.models import HSTUConfig, HSTUFilter
 from bft_ref.recsys.models.hstu import HSTULayer
 from bft_ref.reml import (
     observation_variance,
@@ -413,14 +413,13 @@ def test_the_norm_forgets_the_scale_of_the_weights():
 
 def hstu_layer(length=12):
     torch.manual_seed(18)
-    config = ModelConfig(
+    config = HSTUConfig(
         n_items=5,
-        model="hstu",
-        d=8,
-        heads=2,
-        length=length,
+        d_model=8,
+        nhead=2,
+        max_length=length,
         dropout=0.0,
-        bft=BFTConfig(process_noise=0.3),
+        bft=HSTUFilter(process_noise=0.3),
     )
     layer = HSTULayer(config).double().eval()
     with torch.no_grad():
@@ -494,6 +493,6 @@ def test_the_length_that_divides_the_weights_leaves_the_gain():
         layer, belief, relative = hstu_layer()
         with torch.no_grad():
             layer.uvqk.weight.mul_(3)  # makes the norm's ε small
-        layer.config = dataclasses.replace(layer.config, length=length)
+        layer.config = dataclasses.replace(layer.config, max_length=length)
         gains.append(layer(belief, relative, True)[1].gain)
     torch.testing.assert_close(*gains, rtol=1e-6, atol=0)
