@@ -1,29 +1,13 @@
 """What a token believes: a Gaussian, its precision kept as a logarithm."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bft_ref import checks
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in float32 or wider: precision is never computed in less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def cast_on(x: Tensor) -> str:
-    """The device type that autocast goes by; it knows no meta device."""
-    return "cpu" if x.is_meta else x.device.type
-
-
-def log_mean_exp(x: Tensor) -> Tensor:
-    """log of the mean of eˣ over features, (..., d) → (..., 1)."""
-    x = wide(x)
-    return x.logsumexp(-1, keepdim=True) - math.log(x.shape[-1])
+from bft_ref.support import checks
+from bft_ref.support.numerics import at_least_float32, log_mean_exp
 
 
 class Belief(NamedTuple):
@@ -70,10 +54,14 @@ class Belief(NamedTuple):
             )
         checks.finite("mean", mean)
         (name, value), *_ = given.items()
-        dtype = None if isinstance(value, Tensor) else wide(mean).dtype
+        dtype = (
+            None if isinstance(value, Tensor) else at_least_float32(mean).dtype
+        )
         if torch.as_tensor(value).dtype == torch.bool:
             raise TypeError(f"{name}: expected numbers, got a boolean")
-        x = wide(torch.as_tensor(value, device=mean.device, dtype=dtype))
+        x = at_least_float32(
+            torch.as_tensor(value, device=mean.device, dtype=dtype)
+        )
         checks.broadcastable(name, x, "mean", mean)
         if torch.broadcast_shapes(x.shape, mean.shape) != mean.shape:
             raise ValueError(
@@ -92,18 +80,18 @@ class Belief(NamedTuple):
     @property
     def precision(self) -> Tensor:
         """1/variance, (..., d) or (..., 1), in 1/state²."""
-        return wide(self.log_precision).exp()
+        return at_least_float32(self.log_precision).exp()
 
     @property
     def variance(self) -> Tensor:
         """1/precision, (..., d) or (..., 1), in state²."""
-        return (-wide(self.log_precision)).exp()
+        return (-at_least_float32(self.log_precision)).exp()
 
     @property
     def log_token_precision(self) -> Tensor:
         """log λ̄, (...): the mean of λ over features (our choice)."""
         if self.log_precision.shape[-1] == 1:
-            return wide(self.log_precision).squeeze(-1)
+            return at_least_float32(self.log_precision).squeeze(-1)
         return log_mean_exp(self.log_precision).squeeze(-1)
 
     def to(self, *args, **kwargs) -> "Belief":
@@ -153,14 +141,13 @@ def fuse(a: Belief, b: Belief) -> Belief:
     the means, the log precision is float32 or wider. Raises: TypeError for
     means that are no floats. Equations (2.1), (2.2).
     """
-    x, y = (checks.floating("mean", belief.mean) for belief in (a, b))
-    p, q = wide(a.log_precision), wide(b.log_precision)
-    log_precision = torch.logaddexp(p, q)
+    means = [checks.floating("mean", belief.mean) for belief in (a, b)]
+    dtype = torch.promote_types(*(mean.dtype for mean in means))
+    x, y = (at_least_float32(mean) for mean in means)
+    p, q = (at_least_float32(belief.log_precision) for belief in (a, b))
     # x + K(y − x) would lose a small y beside a large x, even at K = 1
-    mean = torch.sigmoid(p - q) * wide(x) + torch.sigmoid(q - p) * wide(y)
-    return Belief(
-        mean.to(torch.promote_types(x.dtype, y.dtype)), log_precision
-    )
+    mean = torch.sigmoid(p - q) * x + torch.sigmoid(q - p) * y
+    return Belief(mean.to(dtype), torch.logaddexp(p, q))
 
 
 def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
@@ -171,4 +158,5 @@ def discount(log_precision: Tensor, log_process_noise: Tensor) -> Tensor:
     Shapes: broadcast. Units: log 1/state², log state²; float32 or wider.
     Equations (2.6) and, with J = 0, (8.1).
     """
-    return -torch.logaddexp(-wide(log_precision), wide(log_process_noise))
+    log_variance = -at_least_float32(log_precision)
+    return -torch.logaddexp(log_variance, at_least_float32(log_process_noise))

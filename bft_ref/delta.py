@@ -13,15 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import checks
-from bft_ref.belief import wide
-from bft_ref.fast.feed_forward import (
-    LayerNorm,
-    bend,
-    bent_feed_forward,
-    reverse_mode_only,
-)
-from bft_ref.linear_maps import is_watched
+from bft_ref.support import checks
+from bft_ref.support.derivatives import jvp
+from bft_ref.support.modules import is_watched
+from bft_ref.support.numerics import at_least_float32, shrink
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -42,9 +37,9 @@ def value_and_slope(
     """
     # of copies: an activation may work in place, and a is needed afterwards
     ones = torch.ones_like(a)
-    if not _watched(activation):
-        if (name := _name(activation)) is not None:
-            return _closed(name, a)
+    if not watched(activation):
+        if (name := name_of(activation)) is not None:
+            return activation_and_slope(name, a)
         return jvp(lambda x: activation(x.clone()), a, ones)
     made = activation(a.clone())
     bare = cast(nn.Module, activation).forward
@@ -56,47 +51,28 @@ def value_and_slope(
     return jvp(lambda x: activation(x.clone()), a, ones)
 
 
-def _closed(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
-    if name != "gelu":
-        return bend(name, a)
+def activation_and_slope(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(a) and φ'(a) in closed form, for a name of :data:`ACTIVATIONS`."""
+    if name == "relu":
+        return F.relu(a), (a > 0).to(a.dtype)
+    if name == "tanh":
+        t = torch.tanh(a)
+        return t, 1 - t * t
+    if name == "silu":
+        s = torch.sigmoid(a)
+        value = a * s
+        return value, torch.addcmul(s, value, 1 - s)
     cdf = torch.special.ndtr(a)
     density = torch.exp(-0.5 * a * a) * (2 * torch.pi) ** -0.5
     return a * cdf, cdf + a * density
 
 
-def _watched(activation: Activation) -> bool:
+def watched(activation: Activation) -> bool:
+    """Whether an activation is a module with hooks."""
     return isinstance(activation, nn.Module) and is_watched(activation)
 
 
-def jvp(
-    function: Activation, x: Tensor, tangent: Tensor
-) -> tuple[Tensor, Tensor]:
-    """f(x) and its derivative along the tangent, all shaped as x.
-
-    Raises: RuntimeError where the derivative would silently be zero.
-    """
-    try:
-        y, derivative, *_ = torch.func.jvp(
-            function, (x,), (tangent,), strict=True
-        )
-    except RuntimeError as error:
-        if "strict=True" in str(error):
-            raise RuntimeError(
-                "activation, ffn, linear1, linear2: expected a derivative in "
-                "forward mode, got none; a custom or quantised operator drops "
-                "it without a word"
-            ) from error
-        if "Nested forward mode" in str(error):
-            raise RuntimeError(
-                "forward_ad.dual_level: the Jacobian of this activation or "
-                "network is itself taken in forward mode, which does not nest "
-                "there; use torch.func.jvp"
-            ) from error
-        raise
-    return y, derivative
-
-
-def _name(activation: Activation) -> str | None:
+def name_of(activation: Activation) -> str | None:
     """The name of an activation whose second derivative is written out."""
     named: dict[Activation, str] = {
         F.gelu: "gelu",
@@ -147,33 +123,18 @@ def normalise(
     beta: Tensor | None,
     eps: float = 1e-5,
     centred: bool = True,
-    fused: bool = True,
 ) -> Normalised:
     """LayerNorm (``centred``) or RMSNorm of x (..., d), with its scale.
 
-    ``fused=False`` keeps from PyTorch's kernel, whose forward-mode
-    derivative has a wrong gradient (torch 2.13). A state whose square would
-    overflow is divided by a power of two first, which its output and, times
-    that power, its scale do not notice.
+    A state whose square would overflow is divided by a power of two first,
+    which its output and, times that power, its scale do not notice.
     """
-    w = wide(x)
-    fused = fused and not reverse_mode_only(w)
-    shrink = None
-    largest = 2.0 ** (400 if w.dtype == torch.float64 else 40)
-    if checks.surely_within(largest, w):
-        w = w.view_as(w)  # gradients add up in the same order both ways
-    else:
-        peak = w.detach().abs().amax(-1, keepdim=True) / largest
-        shrink = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=1.0)
-        w = w / shrink
-    if centred and fused:
-        z, scale, *_ = LayerNorm.apply(w, eps)
-    else:
-        if centred:
-            w = w - w.mean(-1, keepdim=True)
-        scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
-        z = F.rms_norm(w, w.shape[-1:], eps=eps) if fused else w / scale
-    scale = scale if shrink is None else scale * shrink
+    w, power = shrink(at_least_float32(x))
+    if centred:
+        w = w - w.mean(-1, keepdim=True)
+    scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
+    z = w / scale
+    scale = scale if power is None else scale * power
     return Normalised(z, scale, gamma, beta, centred)
 
 
@@ -213,7 +174,7 @@ def feed_forward(
     (d, f). Equation (7.3).
     """
     a = F.linear(x, w_in, b_in)
-    shift = None if norm is None else _constant(w_in, b_in, norm)
+    shift = None if norm is None else constant_part(w_in, b_in, norm)
     hidden, slope = hidden_and_slope(a, activation, gated)
     radial = None if shift is None else slope * (a - shift)
     hidden = torch.dropout(hidden, dropout_p, dropout_p > 0)
@@ -237,13 +198,15 @@ def tiled(w_out: Tensor, gated: bool) -> Tensor:
     return torch.cat([w_out, w_out], 1) if gated else w_out
 
 
-def _constant(w_in: Tensor, b_in: Tensor | None, norm: Normalised) -> Tensor:
+def constant_part(
+    w_in: Tensor, b_in: Tensor | None, norm: Normalised
+) -> Tensor:
     """W₁β + b₁, (f,)."""
     bias = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
     return bias if norm.beta is None else w_in @ norm.beta + bias
 
 
-def _through_norm(
+def through_norm(
     w_in: Tensor, w_out: Tensor, norm: Normalised | None, exact: bool
 ) -> Tensor:
     """M (f, d) with p @ M the part of J·ς that is linear in p alone."""
@@ -281,12 +244,12 @@ def jacobian_diag(
     Units: none. Equations (7.4)–(7.7); the diagonal is the paper's, the
     closed forms are ours.
     """
-    m = _through_norm(ffn.w_in, ffn.w_out, norm, exact)
-    first = wide(ffn.slope @ m.to(ffn.slope.dtype))
+    m = through_norm(ffn.w_in, ffn.w_out, norm, exact)
+    first = at_least_float32(ffn.slope @ m.to(ffn.slope.dtype))
     if norm is None:
         return first
     if exact:
-        radial = wide(F.linear(_radial(ffn), ffn.w_out))
+        radial = at_least_float32(F.linear(_radial(ffn), ffn.w_out))
         first = first - norm.z * radial / radial.shape[-1]
     return first / norm.scale
 
@@ -299,13 +262,17 @@ def jacobian_trace(
     Only the exact norm term costs a product with W₂. Equation (7.12).
     """
     d = ffn.w_in.shape[1]
-    column = _through_norm(ffn.w_in, ffn.w_out, norm, exact).sum(1)
-    trace = wide(ffn.slope @ column.to(ffn.slope.dtype)).unsqueeze(-1)
+    column = through_norm(ffn.w_in, ffn.w_out, norm, exact).sum(1)
+    trace = at_least_float32(ffn.slope @ column.to(ffn.slope.dtype)).unsqueeze(
+        -1
+    )
     if norm is None:
         return trace / d
     if exact:
         back = F.linear(norm.z.to(ffn.w_out.dtype), ffn.w_out.mT)
-        radial = (wide(back) * wide(_radial(ffn))).sum(-1, True)
+        radial = (at_least_float32(back) * at_least_float32(_radial(ffn))).sum(
+            -1, True
+        )
         trace = trace - radial / d
     return trace / norm.scale / d
 
@@ -326,133 +293,15 @@ def feed_forward_jacobian(
     """The output, and :func:`jacobian_diag` or (``token``) the trace.
 
     Shapes: ``x`` (..., d), weights as :func:`feed_forward` → (..., d), and
-    (..., d) or (..., 1). On a CPU, for ReLU, GELU, SiLU and tanh, one pass
-    that keeps nothing but W₁x + b₁.
+    (..., d) or (..., 1).
     """
     exact = exact and norm is not None
-    name = None if gated or _watched(activation) else _name(activation)
-    plain = (
-        x.device.type != "cpu"
-        or x.dtype != w_in.dtype
-        or torch.is_autocast_enabled(x.device.type)
+    ffn = feed_forward(
+        *(x, w_in, b_in, w_out, b_out, activation, gated, dropout_p),
+        norm if exact else None,
     )
-    if name is None or plain:
-        ffn = feed_forward(
-            x,
-            w_in,
-            b_in,
-            w_out,
-            b_out,
-            activation,
-            gated,
-            dropout_p,
-            norm if exact else None,
-        )
-        jacobian = jacobian_trace if token else jacobian_diag
-        return ffn.output, jacobian(ffn, norm, exact)
-    columns = _through_norm(w_in, w_out, norm, exact)
-    if token:
-        columns = columns.sum(1, True)
-    keep = None
-    if dropout_p > 0:
-        ones = x.new_ones(*x.shape[:-1], w_in.shape[0]).flatten(0, -2)
-        keep = torch.dropout(ones, dropout_p, True)
-    bias = w_in.new_zeros(w_in.shape[0]) if b_in is None else b_in
-    shift = _constant(w_in, b_in, norm) if norm is not None and exact else None
-    output, j, radial, _ = bent_feed_forward(
-        x.flatten(0, -2), w_in, bias, w_out, columns, shift, keep, name
-    )
-    output, j = output.view(x.shape), j.view(*x.shape[:-1], -1)
-    if b_out is not None:
-        output = output + b_out
-    if norm is None:
-        return output, wide(j) / (x.shape[-1] if token else 1)
-    if exact:
-        outlier = norm.z * radial.view(x.shape) / x.shape[-1]
-        j = j - (outlier.sum(-1, True) if token else outlier)
-    return output, j / norm.scale / (x.shape[-1] if token else 1)
-
-
-def jacobian_product(
-    ffn: FeedForward, vector: Tensor, norm: Normalised | None = None
-) -> Tensor:
-    """J x, (..., d), the exact Jacobian of FFN∘norm times x (..., d)."""
-    if norm is not None:
-        inner = vector - norm.z * (norm.z * vector).mean(-1, keepdim=True)
-        if norm.centred:
-            inner = inner - vector.mean(-1, keepdim=True)
-        vector = inner / norm.scale
-        if norm.gamma is not None:
-            vector = vector * norm.gamma
-    forward = F.linear(vector.to(ffn.w_in.dtype), ffn.w_in)
-    return wide(F.linear(ffn.slope * forward, ffn.w_out))
-
-
-def hutchinson_growth(
-    function: Activation, x: Tensor, probes: Tensor, token: bool = False
-) -> tuple[Tensor, Tensor]:
-    """f(x), and :func:`probed_growth` of it by forward-mode derivatives.
-
-    Shapes: ``x`` (..., d), ``probes`` (2, ..., d) of ±1 → f(x) (..., d) and
-    the estimate (..., d), (..., 1) for a token.
-    """
-    made = []
-
-    def product(probe: Tensor) -> Tensor:
-        y, along = jvp(function, x, probe)
-        made.append(y)
-        return wide(along)
-
-    growth = probed_growth(product, probes[0], probes[1], token)
-    return made[0], growth
-
-
-def probed_growth(
-    product: Activation, r1: Tensor, r2: Tensor, token: bool = False
-) -> Tensor:
-    """An estimate of (1 + J)², J = diag ∂f/∂x.
-
-    r∘Jr is unbiased for J when r has random signs. Two independent probes
-    are multiplied: one, squared, would estimate Σ_k(δ_ik + J_ik)² instead.
-    The product is unbiased; where it is negative, it is taken as 0, which
-    biases it upwards. ``token`` estimates (1 + tr J/d)² instead.
-
-    Shapes: ``product`` maps r to Jr; ``r1`` and ``r2`` (..., d) of ±1 →
-    (..., d), (..., 1) for a token. Equation (7.9); ours.
-    """
-    j1, j2 = r1 * product(r1), r2 * product(r2)
-    if token:
-        j1, j2 = j1.mean(-1, keepdim=True), j2.mean(-1, keepdim=True)
-    return ((1 + j1) * (1 + j2)).clamp(min=0.0)
-
-
-def row_variance(
-    log_precision: Tensor, probe: Tensor, product: Activation
-) -> Tensor:
-    """Estimate of Σ_k (δ_ik + J_ik)²/λ_k, (..., d), from one JVP.
-
-    E[((I + J) λ^{−½} r)_i²] over random signs r: the exact first-order
-    variance, which the diagonal rule underestimates.
-
-    Shapes: ``log_precision`` broadcasts with ``probe`` (..., d), signs;
-    ``product`` maps x to Jx. Units: state². Equation (7.11); ours.
-    """
-    x = (-0.5 * log_precision).exp() * probe
-    return (x + product(x)).square()
-
-
-def row_growth(
-    log_precision: Tensor, probe: Tensor, product: Activation
-) -> Tensor:
-    """log of :func:`row_variance` times λ, whatever the size of λ.
-
-    The growth does not change when λ is multiplied by a constant, so λ is
-    taken relative to the token's smallest. Shapes: as there.
-    Equation (7.11); ours.
-    """
-    log = log_precision - log_precision.detach().amin(-1, keepdim=True)
-    variance = row_variance(log, probe, product)
-    return torch.log(variance + torch.finfo(variance.dtype).tiny) + log
+    jacobian = jacobian_trace if token else jacobian_diag
+    return ffn.output, jacobian(ffn, norm, exact)
 
 
 def predict(
@@ -481,8 +330,8 @@ def normalised_variance(variance: Tensor, norm: Normalised) -> Tensor:
     Shapes: ``variance`` broadcasts to (..., d), in state² → (..., d), in
     units of the output². Equation (9.4); ours.
     """
-    z = wide(norm.z)
-    v = wide(variance).expand(z.shape)
+    z = at_least_float32(norm.z)
+    v = at_least_float32(variance).expand(z.shape)
     result = _through_normalisation(v, z, norm.centred)
     if z.dtype == torch.float32:
         # little is left of the sum where one feature is all the norm sees
@@ -516,7 +365,7 @@ def normalised_precision(log_precision: Tensor, norm: Normalised) -> Tensor:
 
     Shapes: ``log_precision`` (..., d) or (..., 1) → (..., d). Equation (9.4).
     """
-    log_variance = -wide(log_precision)
+    log_variance = -at_least_float32(log_precision)
     peak = log_variance.detach().amax(-1, keepdim=True)
     unit = norm._replace(scale=torch.ones_like(norm.scale))
     relative = normalised_variance((log_variance - peak).exp(), unit)

@@ -1,17 +1,19 @@
 """A stack of layers: a filter over depth."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bft_ref import checks
 from bft_ref.belief import Belief
-from bft_ref.cache import KeyValueCache, all_or_nothing
-from bft_ref.layer import BFTConfig, BFTLayer, LayerTrace
+from bft_ref.config import BFTConfig
+from bft_ref.layer import BFTLayer, LayerTrace
+from bft_ref.support import checks
+from bft_ref.support.cache import KeyValueCache, all_or_nothing
 
 
 class BFTEncoder(nn.Module):
@@ -102,6 +104,14 @@ class BFTEncoder(nn.Module):
         result.layers = nn.ModuleList(ours[layer] for layer in encoder.layers)
         return result.train(encoder.training)
 
+    def steps(
+        self, src: Belief | Tensor, *arguments, **options
+    ) -> tuple[Belief | Tensor, list[LayerTrace]]:
+        """What :meth:`forward` gives, and the internals of every layer."""
+        traces: list[LayerTrace] = []
+        out = self(src, *arguments, traces=traces, **options)
+        return out, traces
+
     def forward(
         self,
         src: Belief | Tensor,
@@ -110,56 +120,58 @@ class BFTEncoder(nn.Module):
         is_causal: bool = False,
         *,
         caches: list[KeyValueCache] | None = None,
-        trace: bool = False,
-    ) -> Belief | Tensor | tuple[Belief | Tensor, list[LayerTrace]]:
-        """The belief after every layer; with ``trace`` their internals too.
+        traces: list[LayerTrace] | None = None,
+    ) -> Belief | Tensor:
+        """The belief after every layer; a tensor for a tensor.
 
         Shapes and masks: as :class:`BFTLayer`. ``caches``: one per layer, for
-        incremental decoding (make them with :meth:`make_caches`).
+        incremental decoding (make them with :meth:`make_caches`). The layers'
+        internals are appended to ``traces``; :meth:`steps` hands them back.
         Raises: as :class:`BFTLayer`; ValueError for a wrong number of caches.
         """
-        given_tensor = isinstance(src, Tensor)
-        if isinstance(src, Tensor):
-            log = self.log_initial_precision.expand(*src.shape[:-1], -1)
-            src = Belief(src, log)
+        belief = src
+        if isinstance(belief, Tensor):
+            log = self.log_initial_precision.expand(*belief.shape[:-1], -1)
+            belief = Belief(belief, log)
         recompute = self.checkpointing and self.training
+        slots = self._slots(caches, recompute)
+        arguments = (mask, src_key_padding_mask, is_causal)
+        layers = cast(Iterable[BFTLayer], self.layers)
+        with all_or_nothing(caches or []):
+            for layer, cache in zip(layers, slots, strict=True):
+                run: Callable = layer if traces is None else layer.step
+                run = partial(run, cache=cache)
+                if recompute:
+                    run = partial(checkpoint, run, use_reentrant=False)
+                belief = run(belief, *arguments)
+                if traces is not None:
+                    belief, trace = belief
+                    traces.append(trace)
+            if self.norm is not None:
+                belief = belief._replace(mean=self.norm(belief.mean))
+        return belief.mean if isinstance(src, Tensor) else belief
+
+    def _slots(
+        self, caches: list[KeyValueCache] | None, recompute: bool
+    ) -> Sequence[KeyValueCache | None]:
+        """A cache, or None, for each layer."""
         if caches is None:
-            slots: Sequence[KeyValueCache | None] = [None] * len(self.layers)
-        elif not isinstance(caches, list | tuple):
+            return [None] * len(self.layers)
+        if not isinstance(caches, list | tuple):
             raise TypeError(
                 "caches: expected a list of them (see make_caches), got "
                 f"{type(caches).__name__}"
             )
-        elif recompute:
+        if recompute:
             raise ValueError(
                 "caches: expected None while checkpointing recomputes layers, "
                 f"got {len(caches)}"
             )
-        elif len(caches) != len(self.layers):
+        if len(caches) != len(self.layers):
             raise ValueError(
                 f"caches: expected {len(self.layers)}, got {len(caches)}"
             )
-        else:
-            slots = caches
-        belief, traces = src, []
-        with all_or_nothing(caches or []):
-            for layer, cache in zip(self.layers, slots, strict=True):
-                run = partial(layer, cache=cache, trace=trace)
-                arguments = (belief, mask, src_key_padding_mask, is_causal)
-                if recompute:
-                    out = checkpoint(run, *arguments, use_reentrant=False)
-                else:
-                    out = run(*arguments)
-                if trace:
-                    out, internals = out
-                    traces.append(internals)
-                belief = out
-            if self.norm is not None:
-                belief = belief._replace(mean=self.norm(belief.mean))
-        result = belief.mean if given_tensor else belief
-        if trace:
-            return result, traces
-        return result
+        return caches
 
     def make_caches(self) -> list[KeyValueCache]:
         """Empty key/value caches, one per layer."""

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from bft_ref import checks
-from bft_ref.belief import cast_on, wide
+from bft_ref.support import checks
+from bft_ref.support.numerics import at_least_float32, autocast_device
 
 Source = Literal["item", "mlp", "unit", "frequency", "shuffled"]
 
@@ -32,7 +32,7 @@ class ItemPrecision(nn.Module):
         nn.init.constant_(self.log_precision.weight, math.log(initial))
 
     def forward(self, items: Tensor) -> Tensor:
-        return wide(self.log_precision(items))
+        return at_least_float32(self.log_precision(items))
 
 
 class MLPPrecision(nn.Module):
@@ -59,9 +59,9 @@ class MLPPrecision(nn.Module):
         nn.init.constant_(last.bias, math.log(initial))
 
     def forward(self, h: Tensor) -> Tensor:
-        with torch.autocast(cast_on(h), enabled=False):
+        with torch.autocast(autocast_device(h), enabled=False):
             kind = next(self.parameters()).dtype
-            return wide(self.layers(h.to(kind)))
+            return at_least_float32(self.layers(h.to(kind)))
 
 
 class InitialPrecision(nn.Module):

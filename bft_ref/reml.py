@@ -6,15 +6,18 @@ variance of what attention hands on.
 """
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from bft_ref import checks
-from bft_ref.belief import log_mean_exp, wide
+from bft_ref.support import checks
+from bft_ref.support.numerics import at_least_float32, log_mean_exp
 
-READINGS = ("prediction", "mean", "value")
-ESTIMATORS = ("sandwich", "pooled")
+Reading = Literal["prediction", "mean", "value"]
+READINGS: tuple[Reading, ...] = get_args(Reading)
+Estimator = Literal["sandwich", "pooled"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def reml_variance(dispersion: Tensor, n_eff: Tensor) -> Tensor:
@@ -25,7 +28,7 @@ def reml_variance(dispersion: Tensor, n_eff: Tensor) -> Tensor:
 
     Shapes: broadcast; ``dispersion`` in value². Equation (4.8); ours.
     """
-    d, n = wide(dispersion), wide(n_eff)
+    d, n = at_least_float32(dispersion), at_least_float32(n_eff)
     enough = n > 1
     estimate = n * d / torch.where(enough, n - 1, 1.0)
     return torch.where(enough, estimate, torch.inf)
@@ -43,9 +46,9 @@ def neighbour_variance(
     Shapes: ``log_precision`` (..., T, d or 1), ``scale`` ς (..., T, 1) →
     (..., T). Units: state², none behind a norm. Equation (5.12); ours.
     """
-    log = log_mean_exp(-wide(log_precision))
+    log = log_mean_exp(-at_least_float32(log_precision))
     if scale is not None:
-        log = log - 2 * wide(scale).log()
+        log = log - 2 * at_least_float32(scale).log()
     info = torch.finfo(log.dtype)
     lowest, highest = math.log(info.tiny) + 8, math.log(info.max) - 8
     return log.clamp(lowest, highest).exp().squeeze(-1)
@@ -56,7 +59,7 @@ def _at_least_one(n_eff: Tensor) -> Tensor:
 
     That of ``clamp`` at its own bound is 1 in some versions, 0 in others.
     """
-    n = wide(n_eff)
+    n = at_least_float32(n_eff)
     return torch.where(n < 1, 1.0, n)
 
 
@@ -76,7 +79,11 @@ def posterior_scale(
     Equation (5.6); the prior is the paper's, ν₀ = 1 ours.
     """
     checks.number("prior_dof", prior_dof, 0.0)
-    d, n, s0 = wide(dispersion), _at_least_one(n_eff), wide(prior_scale)
+    d, n, s0 = (
+        at_least_float32(dispersion),
+        _at_least_one(n_eff),
+        at_least_float32(prior_scale),
+    )
     dof = prior_dof + n - 1
     return prior_dof / dof * s0 + n / dof * d
 
@@ -86,7 +93,7 @@ def observation_variance(
     n_eff: Tensor,
     prior_scale: Tensor,
     prior_dof: float = 1.0,
-    reading: str = "prediction",
+    reading: Reading = "prediction",
 ) -> Tensor:
     """1/λ^μ: the variance of what attention saw, in one of three readings.
 
@@ -121,7 +128,7 @@ def precision_weights(
     Equation (11.7); our choice.
     """
     checks.finite("log_token_precision", log_token_precision)
-    log = wide(log_token_precision).unsqueeze(-2)
+    log = at_least_float32(log_token_precision).unsqueeze(-2)
     if visible is None:
         log_mean = log.logsumexp(-1, True) - math.log(log.shape[-1])
         return weights * (log - log_mean).exp()
@@ -138,7 +145,7 @@ def unnormalised_variance(
     values: Tensor,
     prior_scale: Tensor,
     prior_dof: float = 1.0,
-    estimator: str = "sandwich",
+    estimator: Estimator = "sandwich",
 ) -> tuple[Tensor, Tensor]:
     """Var of o = Σ_j a_j v_j for weights that need not sum to one.
 
@@ -155,7 +162,10 @@ def unnormalised_variance(
     Equations (11.9)–(11.11); the paper names the sandwich, formulas are ours.
     """
     checks.choice("estimator", estimator, ESTIMATORS)
-    a, v = wide(weights), wide(checks.finite("values", values))
+    a, v = (
+        at_least_float32(weights),
+        at_least_float32(checks.finite("values", values)),
+    )
     if v.shape[-2] == 0:
         raise ValueError("values: expected at least one, got none")
     # Everything but Σa² is free of the scale of a: divide by the largest, so
@@ -170,8 +180,8 @@ def unnormalised_variance(
     squares = p.square().sum(-1, keepdim=True)
     n = 1 / torch.where(informative, squares, 1.0)
     # any constant may be taken off before squaring
-    center = v[..., :1, :].detach()
-    u = v - center
+    centre = v[..., :1, :].detach()
+    u = v - centre
     spread = (p @ u.square() - (p @ u).square()).clamp(min=0.0)
     s2 = posterior_scale(spread, n, prior_scale, prior_dof)
     power = a.square().sum(-1, keepdim=True) * peak.square()

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.train import TrainConfig
 from bft_ref.recsys.train.command import SASRecOptions, Train
 from experiments.runs import is_done, make

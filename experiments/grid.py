@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import load
 from bft_ref.recsys.metrics import membership
 from bft_ref.recsys.models import HSTUFilter
@@ -72,8 +72,8 @@ SMALL = Recipe(
 PLAIN = of_model()
 #: The filter of the main comparison: the package's default.
 FILTER = of_model(bft=BFTConfig())
-VALUE = of_model(bft=BFTConfig(observation="value", project=False))
-PREDICTION = BFTConfig(observation="prediction", project=False)
+VALUE = of_model(bft=BFTConfig(reading="value", project_variance=False))
+PREDICTION = BFTConfig(reading="prediction", project_variance=False)
 #: Tried in development: controls, which could explain a gain of the filter
 #: away, and variants of the filter; those asked first stand first.
 TRIALS = {
@@ -93,7 +93,9 @@ TRIALS = {
     "scalar": of_model(gate="scalar"),
     "bft-token": of_model(bft=BFTConfig(granularity="token")),
     "rezero": of_model(gate="scalar", gate_value=0.01),
-    "bft-mean": of_model(bft=BFTConfig(observation="mean", project=False)),
+    "bft-mean": of_model(
+        bft=BFTConfig(reading="mean", project_variance=False)
+    ),
     "qiu-head": of_model(gate="qiu-head"),
     "bft-tau-frequency": FILTER | of_model(tau="frequency"),
     "dropout-0.6": of_model(dropout=0.6),

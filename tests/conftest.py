@@ -24,7 +24,7 @@ CORE = {
                 "rotary",
                 "cache",
                 "checks",
-                "properties",
+                *["textbook", "jacobian_estimates", "properties"],
             ],
         ]
     ),

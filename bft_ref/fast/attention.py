@@ -2,10 +2,10 @@
 
 Interchangeable ways behind one function, all tested equal to the reference:
 
-``materialised``  the reference itself, the only one that returns the weights,
+``eager``         the reference itself, the only one that returns the weights,
     gives a float mask its gradient, and can be differentiated in forward
     mode or by ``torch.func``.
-``blocked``       a block of rows at a time, recomputed in the backward pass:
+``chunked``       a block of rows at a time, recomputed in the backward pass:
     exact, any device, memory linear in T. Every sum over keys that kriging
     needs is a value column, v, v² and c, and the precision is one more
     feature of queries and keys, q' = [q, 1], k' = [k, √d_h log λ̄].
@@ -14,26 +14,25 @@ Interchangeable ways behind one function, all tested equal to the reference:
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from bft_ref import checks
-from bft_ref.belief import cast_on, wide
-from bft_ref.fast.feed_forward import reverse_mode_only, weighted_columns
-from bft_ref.kriging import (
-    Kriging,
-    check_attention,
+from bft_ref.fast.weighted_columns import weighted_columns
+from bft_ref.kriging import AttentionMoments, kriging_attention, repeat_heads
+from bft_ref.support import checks
+from bft_ref.support.derivatives import reverse_mode_only
+from bft_ref.support.numerics import (
+    at_least_float32,
+    autocast_device,
     hidden_and_bias,
-    kriging_attention,
-    repeat_heads,
     saturate,
     settle,
 )
 
 SHORT = 128 * 128  # queries × keys: dropout and masks are quick at once
-IMPLEMENTATIONS = ("materialised", "blocked", "flex")
+Implementation = Literal["auto", "eager", "chunked", "flex"]
 
 
 def attend(
@@ -44,26 +43,26 @@ def attend(
     *,
     neighbour_variance: Tensor | None = None,
     feature_weights: Tensor | None = None,
-    center: Tensor | None = None,
+    centre: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
     n_eff_gradient: bool = True,
     keep_weights: bool = False,
-) -> Kriging:
+) -> AttentionMoments:
     """:func:`bft_ref.kriging.kriging_attention`, whichever way is fastest.
 
     Shapes: as there; ``key_padding_mask`` (B, S), True where a key may not
     be seen, or a float added to its scores, −1e9 and below to hide it.
-    ``center`` matters for speed too: without it the dispersion is summed in
+    ``centre`` matters for speed too: without it the dispersion is summed in
     float64 (not so in ``flex``, which keeps to the dtype of the query).
     A hidden key changes no bit of what does not see it, up to sizes of 1e30.
     Raises: ValueError where the way asked for cannot do what is asked.
     Equations (10.1), (10.3), (10.4).
     """
-    check_attention(
+    checks.attention(
         query,
         key,
         value,
@@ -71,9 +70,9 @@ def attend(
         neighbour_variance,
         feature_weights,
     )
-    checks.choice("implementation", implementation, ("auto", *IMPLEMENTATIONS))
+    checks.choice("implementation", implementation, get_args(Implementation))
     masks, bias = _masks(key_padding_mask, attn_mask, query, key)
-    optional = (neighbour_variance, feature_weights, center, bias)
+    optional = (neighbour_variance, feature_weights, centre, bias)
     way = _choose(
         implementation,
         query,
@@ -105,13 +104,13 @@ def attend(
             if needed
         ],
     )
-    log_precision = wide(log_token_precision)
+    log_precision = at_least_float32(log_token_precision)
     log_precision = log_precision if bias is None else log_precision + bias
     options = _Options(
-        neighbour_variance, feature_weights, center, is_causal, dropout_p
+        neighbour_variance, feature_weights, centre, is_causal, dropout_p
     )
-    with torch.autocast(cast_on(query), enabled=False):
-        if way == "materialised":
+    with torch.autocast(autocast_device(query), enabled=False):
+        if way == "eager":
             visible = _as_one(masks)
             result = kriging_attention(
                 query,
@@ -137,7 +136,7 @@ class _Options(NamedTuple):
 
     neighbour_variance: Tensor | None
     feature_weights: Tensor | None
-    center: Tensor | None
+    centre: Tensor | None
     is_causal: bool
     dropout_p: float
 
@@ -156,19 +155,19 @@ def _choose(
     if asked == "auto":
         short = query.shape[-2] * key.shape[-2] <= SHORT
         if weights or (columns and short):
-            return "materialised"
+            return "eager"
         on_gpu = query.device.type == "cuda" and not columns
         long = on_gpu and query.shape[-2] * key.shape[-2] > 1024 * 1024
-        return "flex" if long else "blocked"
-    if weights and asked != "materialised":
+        return "flex" if long else "chunked"
+    if weights and asked != "eager":
         raise ValueError(
             f"implementation: {asked!r} never holds the weights, which "
-            f"{', '.join(weights)} needs; use 'materialised'"
+            f"{', '.join(weights)} needs; use 'eager'"
         )
     if columns and asked == "flex":
         raise ValueError(
             f"implementation: 'flex' cannot do {', '.join(columns)}; use "
-            "'blocked'"
+            "'chunked'"
         )
     return asked
 
@@ -227,13 +226,15 @@ def _by_columns(
     log_precision: Tensor,
     masks: list[Tensor],
     options: _Options,
-) -> Kriging:
+) -> AttentionMoments:
     """Everything as value columns of one fused pass, n_eff by a second."""
-    neighbours, weights, center, is_causal, dropout_p = options
+    neighbours, weights, centre, is_causal, dropout_p = options
     groups = query.shape[1] // key.shape[1]
     key = repeat_heads(key, groups)
-    middle = wide(center if center is not None else _first_seen(value, masks))
-    (u,) = saturate(wide(value) - middle)
+    middle = at_least_float32(
+        centre if centre is not None else _first_seen(value, masks)
+    )
+    (u,) = saturate(at_least_float32(value) - middle)
     u = repeat_heads(u, groups)
 
     def squares_of(u):
@@ -244,7 +245,7 @@ def _by_columns(
 
     columns = [u, squares_of(u)]
     if neighbours is not None:
-        c = wide(neighbours)[:, None, :, None]
+        c = at_least_float32(neighbours)[:, None, :, None]
         columns.append(c.expand(-1, u.shape[1], -1, -1))
     widths = [x.shape[-1] for x in columns]
     d, thinned = widths[0], 0
@@ -273,8 +274,8 @@ def _by_columns(
         return second - squares_of(first)
 
     spread = second - squares_of(mean)
-    if kernel is _blocked:
-        spread = settle(spread, second, n_eff, in_float64, center is None)
+    if kernel is _chunked:
+        spread = settle(spread, second, n_eff, in_float64, centre is None)
     else:
         spread = spread.clamp(min=0.0)
     sees = (~empty).to(u.dtype)
@@ -283,7 +284,7 @@ def _by_columns(
         mean, share = out[..., :d], out[..., d:thinned]
     mean = mean + share * repeat_heads(middle, groups)
     said = rest[0].squeeze(-1) if rest else sees
-    return Kriging(mean, spread, n_eff, said, None)
+    return AttentionMoments(mean, spread, n_eff, said, None)
 
 
 def _first_seen(value: Tensor, masks: list[Tensor]) -> Tensor:
@@ -300,7 +301,7 @@ def _first_seen(value: Tensor, masks: list[Tensor]) -> Tensor:
     return value.detach().gather(2, index)
 
 
-def _blocked(
+def _chunked(
     query,
     key,
     bias,
@@ -314,7 +315,7 @@ def _blocked(
 ):
     """Columns and Σα̃² by blocks of rows; q' = [q, 1], k' = [k, √d_h log λ̄]."""
     scale = query.shape[-1] ** -0.5
-    query, key = saturate(wide(query), wide(key))
+    query, key = saturate(at_least_float32(query), at_least_float32(key))
     q = torch.cat([query, torch.ones_like(query[..., :1])], -1)
     b = (bias / scale)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
     k = torch.cat([key, b], -1)
@@ -362,7 +363,9 @@ def _flex(query, key, bias, columns, masks, is_causal, **_):
     _, aux2 = flex(query, key, narrow, score_mod=doubled, **options)
     empty = aux.lse == -torch.inf
     lse, lse2 = (torch.where(empty, 0.0, x) for x in (aux.lse, aux2.lse))
-    return wide(out), torch.where(empty, 0.0, (lse2 - 2 * lse).exp())
+    return at_least_float32(out), torch.where(
+        empty, 0.0, (lse2 - 2 * lse).exp()
+    )
 
 
 @cache
@@ -385,4 +388,4 @@ def _causal_blocks(queries: int, keys: int, device: torch.device):
     )
 
 
-KERNELS = {"blocked": _blocked, "flex": _flex}
+KERNELS = {"chunked": _chunked, "flex": _flex}

@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bft_ref.checks import choice
 from bft_ref.recsys import fields
 from bft_ref.recsys.data.sequences import SplitName
 from bft_ref.recsys.metrics import Difference, Ranking, paired_bootstrap
+from bft_ref.support.checks import choice
 
 Run = dict[str, Any]
 #: the two kinds of strata, and the index of the rarest targets in the first

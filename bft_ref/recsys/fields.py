@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from bft_ref import checks
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import CONFIGS, HSTUFilter
+from bft_ref.support import checks
 
 Fields = dict[str, Any]
 
@@ -41,16 +41,18 @@ MODEL = {
 }
 FILTER = {
     "granularity": "granularity",
-    "observation": "observation",
+    "observation": "reading",
     "prior_scale": "prior_scale",
     "prior_dof": "prior_dof",
-    "project": "project",
+    "project": "project_variance",
     "jacobian": "jacobian",
     "variance_rule": "variance_rule",
     "process_noise": "process_noise",
     "implementation": "implementation",
     "n_eff_gradient": "n_eff_gradient",
 }
+#: 0.1.0's implementations of attention → today's
+WAYS = {"materialised": "eager", "blocked": "chunked"}
 TRAIN = {
     "loss": "loss",
     "negatives": "num_negatives",
@@ -80,7 +82,7 @@ UNREAD = {
     "gate_value": 1.0,
     "tau_bias": False,
     "temperature": 0.05,
-    "observation": "prediction",
+    "reading": "prediction",
     "jacobian": "exact",
     "variance_rule": "diagonal",
     "implementation": "auto",
@@ -133,7 +135,7 @@ def of_storage(content: Fields) -> Fields:
         names = set(TRAIN.values()) - {"mask_rate", "last_rate"}
         given = _read(_renamed(given, TRAIN), names)
     elif kind == "BFTConfig":
-        given = _renamed(given, FILTER)
+        given = _filter(given)
     return {"kind": kind, "version": VERSION, "fields": given}
 
 
@@ -146,13 +148,16 @@ def model_of_today(model: Fields, masks: Fields) -> Fields:
         given.pop("dim_feedforward", None)  # a size, which was never refused
     given = _read(given, {field.name for field in fields(CONFIGS[name])})
     if isinstance(given.get("bft"), dict):
-        names = FILTER
-        kind: type = BFTConfig
-        if name == "hstu":
-            names, kind = FILTER | {"project": "project_variance"}, HSTUFilter
+        kind = HSTUFilter if name == "hstu" else BFTConfig
         known = {field.name for field in fields(kind)}
-        given["bft"] = _read(_renamed(given["bft"], names), known)
+        given["bft"] = _read(_filter(given["bft"]), known)
     return {"model": name, **given}
+
+
+def _filter(bft: Fields) -> Fields:
+    found = _renamed(bft, FILTER)
+    way = found.get("implementation")
+    return found | {"implementation": WAYS.get(way, way)} if way else found
 
 
 def _renamed(given: Fields, names: Mapping[str, str]) -> Fields:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
-from bft_ref.checks import choice, count, whole
 from bft_ref.recsys.data.sequences import Sequences, Split
+from bft_ref.support.checks import choice, count, whole
 
 Scorer = Callable[[NDArray[np.int64]], "torch.Tensor | NDArray"]
 

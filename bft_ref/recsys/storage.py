@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import numpy as np
 import torch
 
-from bft_ref import checks
 from bft_ref.recsys.fields import VERSION, of_storage, readable
 from bft_ref.recsys.models import MODELS, Recommender, build
+from bft_ref.support import checks
 
 Config = TypeVar("Config")
 KIND = "bft_ref recommender"

@@ -112,7 +112,7 @@ def test_a_warning_fails_the_build_the_second_time_too(small_book, build):
 @pytest.fixture
 def no_torch(tmp_path_factory, monkeypatch) -> None:
     """Programs that are started find neither torch nor the package."""
-    folder = tmp_path_factory.mktemp("blocked")
+    folder = tmp_path_factory.mktemp("chunked")
     (folder / "sitecustomize.py").write_text(BLOCKED)
     monkeypatch.setenv("PYTHONPATH", str(folder))
 

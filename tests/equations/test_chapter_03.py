@@ -13,12 +13,8 @@ from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.stats import multivariate_normal
 
-from bft_ref.kriging import (
-    kriging_attention,
-    kriging_weights,
-    ordinary_kriging,
-    simple_kriging,
-)
+from bft_ref.kriging import kriging_attention, kriging_weights
+from bft_ref.textbook import ordinary_kriging, simple_kriging
 from tests.equations import equation
 
 SIGMA2 = 2.5

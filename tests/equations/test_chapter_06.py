@@ -15,7 +15,14 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, logit
 from statsmodels.tsa.statespace.structural import UnobservedComponents
 
-from bft_ref import Belief, BFTConfig, BFTLayer, kalman, kriging_attention
+from bft_ref import (
+    Belief,
+    BFTConfig,
+    BFTLayer,
+    kalman,
+    kriging_attention,
+    textbook,
+)
 from bft_ref.delta import normalise
 from bft_ref.reml import observation_variance, posterior_scale
 from tests.equations import equation
@@ -283,7 +290,7 @@ def test_the_layer_projects_with_independence(reading):
         dropout=0.0,
         norm_first=True,
         dtype=torch.float64,
-        config=BFTConfig(observation=reading, prior_scale="unit"),
+        config=BFTConfig(reading=reading, prior_scale="unit"),
     )
     h = torch.randn(2, tokens, d, dtype=torch.float64)
     belief = Belief.of(h, precision=torch.rand_like(h) + 0.2)
@@ -357,7 +364,7 @@ def test_belief_algebra_is_the_kalman_filter_of_statsmodels():
     q, r = 0.4, 1.6
     level = np.cumsum(rng.normal(size=60) * math.sqrt(q))
     z = level + rng.normal(size=60) * math.sqrt(r)
-    path = kalman.local_level_filter(
+    path = textbook.local_level_filter(
         torch.from_numpy(z), r, q, Belief.of(number(0.3), variance=2.5)
     )
     model = UnobservedComponents(z, "local level")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jacrev
 
-from bft_ref import delta
+from bft_ref import delta, jacobian_estimates
 from tests.equations import equation
 
 D, WIDTH = 5, 9
@@ -254,7 +254,7 @@ def test_two_independent_probes():
         [signs.repeat(len(signs), 1), signs.repeat_interleave(len(signs), 0)]
     )
     many = net.h.expand(pairs, D).contiguous()
-    _, growth = delta.hutchinson_growth(net, many, probes)
+    _, growth = jacobian_estimates.hutchinson_growth(net, many, probes)
     torch.testing.assert_close(growth.mean(0), truth)
 
 
@@ -282,10 +282,10 @@ def test_row_rule(norm):
     net, signs = Net("swiglu", norm), every_sign()
     ffn, normed = net.evaluated()
     log = randn(D, seed=8)
-    found = delta.row_variance(
+    found = jacobian_estimates.row_variance(
         log.expand(len(signs), D),
         signs,
-        lambda x: delta.jacobian_product(ffn, x, normed),
+        lambda x: jacobian_estimates.jacobian_product(ffn, x, normed),
     )
     g = torch.eye(D, dtype=F64) + jacrev(net)(net.h)
     torch.testing.assert_close(found.mean(0), g.square() @ (-log).exp())

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from scipy.linalg import solve_discrete_are
 from statsmodels.tsa.statespace.structural import UnobservedComponents
 
-from bft_ref import Belief, BFTConfig, BFTLayer, delta, kalman
+from bft_ref import Belief, BFTConfig, BFTLayer, delta, kalman, textbook
 from bft_ref.belief import discount
 from tests.equations import equation
 
@@ -181,7 +181,7 @@ def test_recursion_is_statsmodels(o, q):
 )
 @pairs
 def test_fixed_point_solves_riccatis_equation(o, q):
-    found = kalman.steady_state_precision(number(o), number(q)).item()
+    found = textbook.steady_state_precision(number(o), number(q)).item()
     one = np.eye(1)
     riccati = solve_discrete_are(one, one, q * one, one / o)
     assert_allclose(found, 1 / riccati.item(), rtol=1e-8)

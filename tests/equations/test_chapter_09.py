@@ -185,7 +185,7 @@ def test_limit():
         ours = BFTEncoder.from_torch(plain, config, initial_precision=1 / q)
         belief = Belief.of(x, precision=1 / q)
         for one in ours.layers:
-            belief, trace = one(belief, trace=True)
+            belief, trace = one.step(belief)
             growth = trace.log_growth.exp()
             seen = trace.log_observation_precision.exp()
             bound = 1 / (1 + growth / (q * seen))

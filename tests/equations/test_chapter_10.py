@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bft_ref import Belief, BFTConfig, BFTLayer
 from bft_ref.fast.attention import attend
-from bft_ref.fast.feed_forward import weighted_columns
+from bft_ref.fast.weighted_columns import weighted_columns
 from bft_ref.kriging import dispersion, kriging_weights
 from bft_ref.notebook.bench import StandardLayer, flops
 from tests.equations import equation
@@ -61,7 +61,7 @@ def test_precision_as_a_feature():
     ours = attend(
         *(x[None, None] for x in (q, k, v)),
         log_precision[None],
-        implementation="blocked",
+        implementation="chunked",
     )
     torch.testing.assert_close(ours.mean, biased)
 
@@ -126,7 +126,7 @@ def test_any_centre(a):
     r" \exp\bigl(2\,\mathrm{LSE}(s) - \mathrm{LSE}(2s)\bigr)",
 )
 def test_count_from_two_log_sum_exps():
-    """Softmax, and the log-sum-exp that the blocked kernel returns."""
+    """Softmax, and the log-sum-exp that the chunked kernel returns."""
     q, k, v = normal(T, DH), normal(T, DH, seed=1), normal(T, 4, seed=2)
     log_precision = normal(T, seed=3)
     scores = q @ k.T / DH**0.5
@@ -179,8 +179,8 @@ SHAPES = [(64, 4, 32), (128, 2, 100), (96, 3, 10)]
 
 
 def counted(d, heads, tokens, **options):
-    """Operations per token of the forward pass, causal and blocked."""
-    config = BFTConfig(implementation="blocked", **options)
+    """Operations per token of the forward pass, causal and chunked."""
+    config = BFTConfig(implementation="chunked", **options)
     layer = BFTLayer(
         d, heads, 4 * d, 0.0, F.gelu, norm_first=True, config=config
     )

@@ -135,7 +135,7 @@ def layer(
     reading="prediction",
     prior="neighbours",
     nu0=1.0,
-    project=True,
+    project_variance=True,
     rotary_base=None,
     eps=1e-5,
 ):
@@ -216,7 +216,7 @@ def layer(
                         for i in range(d)
                     ]
                 )
-                if project
+                if project_variance
                 else value_variance[t]
             )
             lam_obs[t] = 1 / (carried.mean() if token else carried)

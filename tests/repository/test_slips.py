@@ -78,8 +78,8 @@ def test_slips_are_caught_and_a_change_that_is_none_survives(tmp_path: Path):
     chosen = [slip for slip in read() if slip.name in TRIED]
     no_slip = chosen[0]._replace(
         name="no slip",
-        old="torch.logaddexp(-wide(log_precision), wide(log_process_noise))",
-        new="torch.logaddexp(wide(log_process_noise), -wide(log_precision))",
+        old="sigmoid(p - q) * x + torch.sigmoid(q - p) * y",
+        new="sigmoid(q - p) * y + torch.sigmoid(p - q) * x",
     )
     text = "".join(
         "[[slip]]\n"

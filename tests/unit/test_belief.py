@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_ref import BFTLayer
-from bft_ref.belief import Belief, discount, fuse, wide
+from bft_ref.belief import Belief, discount, fuse
+from bft_ref.support.numerics import at_least_float32
 
 steady = settings(deadline=None, derandomize=True)  # one run is like any
 LOGS = st.floats(-60, 60)
@@ -214,8 +215,8 @@ def test_precision_is_never_half(dtype):
     belief = Belief.of(x, precision=x)
     assert belief.mean.dtype == dtype
     assert belief.log_precision.dtype == torch.float32
-    assert wide(x).dtype == torch.float32
-    assert wide(x.double()).dtype == torch.float64
+    assert at_least_float32(x).dtype == torch.float32
+    assert at_least_float32(x.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

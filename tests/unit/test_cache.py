@@ -16,7 +16,7 @@ from tests.factories import (
 CONFIGS = [
     {},
     {"granularity": "token"},
-    {"prior_scale": "unit", "observation": "mean"},
+    {"prior_scale": "unit", "reading": "mean"},
     {"norm_first": False},
     {"norm_first": False, "granularity": "token", "activation": "swiglu"},
     {
@@ -148,7 +148,7 @@ def contents(caches):
     ]
 
 
-@pytest.mark.parametrize("way", ["blocked", "materialised"])
+@pytest.mark.parametrize("way", ["chunked", "eager"])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
     "place",
@@ -185,7 +185,7 @@ def test_a_call_that_fails_anywhere_leaves_every_cache_alone(
 HALVES = [slice(4), slice(4, 6)]
 
 
-@pytest.mark.parametrize("way", ["blocked", "materialised"])
+@pytest.mark.parametrize("way", ["chunked", "eager"])
 def test_refused_arguments_leave_every_cache_alone(way):
     model = make_encoder(2, implementation=way)
     caches = model.make_caches()
@@ -205,7 +205,7 @@ def test_refused_arguments_leave_every_cache_alone(way):
 
 def test_a_failing_observation_alone_leaves_the_cache_alone():
     layer, cache = make_layer(), KeyValueCache()
-    belief = layer._checked(make_belief())
+    belief = layer._entered(make_belief())
     layer.observe(belief, cache=cache)
     broken = Broken(ValueError("no"))
     broken.armed = True

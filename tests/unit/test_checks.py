@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bft_ref import Belief, checks
+from bft_ref import Belief
+from bft_ref.support import checks
 
 GOOD = torch.tensor([0.5, 2.5])
 

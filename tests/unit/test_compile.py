@@ -36,7 +36,7 @@ def step(model, belief, hidden):
                 "activation": "swiglu",
             },
         ),
-        (make_encoder, {"observation": "mean", "prior_scale": "unit"}),
+        (make_encoder, {"reading": "mean", "prior_scale": "unit"}),
     ],
     ids=["post-norm token layer", "encoder"],
 )
@@ -58,7 +58,7 @@ def test_compiled_training_step_without_graph_breaks(make, config):
         {"jacobian": "hutchinson", "granularity": "token"},
         {"activation": nn.functional.elu},
         {"dropout": 0.2},
-        {"implementation": "blocked", "norm_first": False},
+        {"implementation": "chunked", "norm_first": False},
         {
             "options": {
                 "norm": "rmsnorm",

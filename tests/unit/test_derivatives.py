@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bft_ref import Belief, delta
 from bft_ref.fast import feed_forward
+from bft_ref.fast import weighted_columns as columns
 from bft_ref.fast.attention import attend
 from tests.factories import label, make_belief, make_encoder, make_layer
 
@@ -118,7 +119,7 @@ CASES = {
     "attend": attention(),
     "attend, masked": attention(masked=True),
     "attend, everywhere": attention(causal=False),
-    "attend, materialised": attention("materialised"),
+    "attend, eager": attention("eager"),
     "layer": layer_function(),
     "layer, post-norm token": layer_function(
         norm_first=False, granularity="token", activation="swiglu"
@@ -131,7 +132,9 @@ CASES = {
     "layer, row": layer_function(variance_rule="row"),
     "layer, own activation": layer_function(activation=F.softplus),
     "layer, own ffn": layer_function(options={"ffn": Squash()}),
-    "layer, without project": layer_function(project=False, norm_first=False),
+    "layer, without project": layer_function(
+        project_variance=False, norm_first=False
+    ),
     "encoder": layer_function(make_encoder),
 }
 # forward mode inside forward_ad.dual_level, which does not nest
@@ -265,12 +268,12 @@ def test_hessian_is_that_of_the_graph(name):
     assert found.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "materialised"])
+@pytest.mark.parametrize("implementation", ["chunked", "eager"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradgradcheck_of_attention(implementation, masked, monkeypatch):
-    monkeypatch.setattr(feed_forward, "ROWS", 2)
-    monkeypatch.setattr(feed_forward, "HEADS", 1)
-    monkeypatch.setitem(feed_forward.BLOCK, "cpu", 8)
+    monkeypatch.setattr(columns, "ROWS", 2)
+    monkeypatch.setattr(columns, "HEADS", 1)
+    monkeypatch.setitem(columns.BLOCK, "cpu", 8)
     function, inputs = attention(implementation, masked=masked)
     leaves = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
@@ -291,7 +294,7 @@ def test_gradgradcheck_of_normalise(centred):
 
 
 def test_dropout_is_the_same_in_the_second_derivative():
-    function, inputs = attention("blocked", dropout_p=0.4)
+    function, inputs = attention("chunked", dropout_p=0.4)
     leaves = [x.requires_grad_() for x in inputs]
 
     def seeded(*inputs):
@@ -334,14 +337,14 @@ def test_tangents_of_parameters_reach_the_belief():
 @pytest.mark.parametrize("where", range(5))
 def test_blocked_attention_refuses_forward_mode(where):
     """Whichever input carries it; the message names what can."""
-    function, inputs = attention("blocked")
+    function, inputs = attention("chunked")
     with (
-        pytest.raises(ValueError, match="use.*materialised"),
+        pytest.raises(ValueError, match="use.*eager"),
         forward_ad.dual_level(),
     ):
         dual = forward_ad.make_dual(inputs[where], inputs[where])
         function(*inputs[:where], dual, *inputs[where + 1 :])
-    with pytest.raises(ValueError, match="use.*materialised"):
+    with pytest.raises(ValueError, match="use.*eager"):
         jvp(
             lambda x: function(*inputs[:where], x, *inputs[where + 1 :]),
             (inputs[where],),
@@ -352,9 +355,9 @@ def test_blocked_attention_refuses_forward_mode(where):
 def test_the_kernels_themselves_leave_nothing_at_zero():
     q, k, v = tensor(2, 3, 4), tensor(2, 3, 4, seed=1), tensor(2, 3, 2, seed=2)
     for transform in [jacfwd, jacrev]:
-        with pytest.raises(ValueError, match="^weighted_columns: .*material"):
+        with pytest.raises(ValueError, match="^weighted_columns: .*eager"):
             transform(
-                lambda q: feed_forward.weighted_columns(q, k, v, True, 0.5)[0]
+                lambda q: columns.weighted_columns(q, k, v, True, 0.5)[0]
             )(q)
     shapes = [(3, 4), (5, 4), (5,), (4, 5), (5, 2), (5,), (3, 5)]
     inputs = [tensor(*s, seed=i) for i, s in enumerate(shapes)]

@@ -76,7 +76,7 @@ def test_the_limit_of_a_post_norm_stack_keeps_unequal_precisions():
     plain = plain_encoder(False, layers=2)
     ours = BFTEncoder.from_torch(plain, LIMIT, initial_precision=1e-16)
     x = make_belief().mean
-    found, traces = ours(x, trace=True)
+    found, traces = ours.steps(x)
     for trace in traces:
         torch.testing.assert_close(trace.gain, torch.ones_like(trace.gain))
     assert (found - plain(x)).abs().max() > 0.05
@@ -167,7 +167,7 @@ def test_a_tensor_starts_from_the_learned_precision(granularity):
 
 def test_traces_hold_every_layer():
     model, belief = make_encoder(3), make_belief()
-    out, traces = model(belief, trace=True)
+    out, traces = model.steps(belief)
     torch.testing.assert_close(out, model(belief))
     assert len(traces) == 3
     for trace in traces:
@@ -175,7 +175,7 @@ def test_traces_hold_every_layer():
         assert trace.n_eff.shape == (2, HEADS, 5)
         assert trace.gain.shape == (2, 5, D_MODEL)
         assert ((trace.gain >= 0) & (trace.gain <= 1)).all()
-    mean, _ = model(belief.mean, trace=True)
+    mean, _ = model.steps(belief.mean)
     assert isinstance(mean, torch.Tensor)
 
 

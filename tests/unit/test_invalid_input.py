@@ -38,10 +38,10 @@ def run(model, belief, *masks):
     """Forward, trace and backward; everything must be sane."""
     mean = belief.mean.detach().clone().requires_grad_()
     log = belief.log_precision.detach().clone().requires_grad_()
-    if model.layers[0].config.implementation == "blocked":
+    if model.layers[0].config.implementation == "chunked":
         out, traces = model(Belief(mean, log), *masks), []
     else:
-        out, traces = model(Belief(mean, log), *masks, trace=True)
+        out, traces = model.steps(Belief(mean, log), *masks)
     loss = out.mean.square().mean() + out.log_precision.mean()
     inputs = [mean, log, *model.parameters()]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -54,10 +54,10 @@ CONFIGS = [
     {"granularity": "token"},
     {"norm_first": False},
     {"norm_first": False, "granularity": "token"},
-    {"prior_scale": "unit", "project": False, "observation": "mean"},
+    {"prior_scale": "unit", "project_variance": False, "reading": "mean"},
     {"variance_rule": "row"},
     {"jacobian": "hutchinson", "activation": "swiglu"},
-    {"implementation": "blocked"},
+    {"implementation": "chunked"},
     {"options": {"norm": "rmsnorm"}},
 ]
 
@@ -153,7 +153,7 @@ def test_mean_far_above_the_spread_in_float32(granularity):
     found = {}
     for dtype in [torch.float64, torch.float32]:
         layer = layer.to(dtype)
-        _, trace = layer(Belief(mean.to(dtype), log.to(dtype)), trace=True)
+        _, trace = layer.step(Belief(mean.to(dtype), log.to(dtype)))
         found[dtype] = trace.log_observation_precision.double()
     error = (found[torch.float32] - found[torch.float64]).abs().max()
     assert error < 0.02
@@ -207,7 +207,7 @@ def test_jacobian_of_exactly_minus_one():
 def test_any_length(tokens):
     model = make_encoder(1, d_model=8, heads=1, dtype=torch.float32)
     belief = make_belief(1, tokens, dtype=torch.float32)
-    out, traces = model(belief, is_causal=True, trace=True)
+    out, traces = model.steps(belief, is_causal=True)
     assert_sane(out, traces)
 
 
@@ -241,7 +241,7 @@ def test_length_8192_with_gradients_and_padding(granularity):
     features=st.sampled_from([1, 8]),
     causal=st.booleans(),
     size=st.sampled_from([1e-6, 1.0, 1e4]),
-    center=st.floats(-60, 60),
+    centre=st.floats(-60, 60),
     spread=st.floats(0, 10),
     lengths=st.lists(st.integers(0, 7), min_size=3, max_size=3),
     options=st.sampled_from(CONFIGS[4:]),
@@ -256,7 +256,7 @@ def test_length_8192_with_gradients_and_padding(granularity):
     features=8,
     causal=False,
     size=1e-6,
-    center=-60.0,
+    centre=-60.0,
     spread=7.0,
     lengths=[0, 0, 0],
     options=CONFIGS[4],
@@ -271,7 +271,7 @@ def test_any_belief_mask_and_dtype_stays_sane(
     features,
     causal,
     size,
-    center,
+    centre,
     spread,
     lengths,
     options,
@@ -284,7 +284,7 @@ def test_any_belief_mask_and_dtype_stays_sane(
     belief = make_belief(
         batch, tokens, features=features, dtype=dtype, seed=seed, spread=spread
     )
-    belief = Belief(size * belief.mean, belief.log_precision + center)
+    belief = Belief(size * belief.mean, belief.log_precision + centre)
     hidden = left_padding(
         batch, tokens, [min(x, tokens) for x in lengths[:batch]]
     )

@@ -1,26 +1,19 @@
 """Kriging against geostatistical libraries, attention against PyTorch's."""
 
-import gstools
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from pykrige.ok import OrdinaryKriging
-from scipy.spatial.distance import cdist
 from torch.testing import assert_close
 
 from bft_ref import (
     kriging_attention,
     kriging_weights,
-    ordinary_kriging,
-    simple_kriging,
 )
 from bft_ref.fast.attention import attend
 from bft_ref.kriging import dispersion, effective_sample_size
-from bft_ref.notebook.examples import co2
 from tests.oracles import loops
 
 SILL, LENGTH, NUGGET = 2.5, 3.0, 0.4
@@ -28,204 +21,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 # ------------------------------------------------------- kriging of a field
-
-
-def places(n=12, m=5, seed=0):
-    rng = np.random.default_rng(seed)
-    here, there = rng.uniform(0, 10, (n, 2)), rng.uniform(0, 10, (m, 2))
-    return here, there, 7 + 1.6 * rng.normal(size=n)
-
-
-def covariances(here, there, errors=NUGGET):
-    C = SILL * np.exp(-cdist(here, here) / LENGTH)
-    C[np.diag_indices(len(here))] += errors
-    c = SILL * np.exp(-cdist(there, here) / LENGTH)
-    return torch.from_numpy(C), torch.from_numpy(c)
-
-
-@pytest.mark.parametrize("nugget", [0.0, NUGGET])
-def test_ordinary_kriging_equals_pykrige_and_gstools(nugget):
-    here, there, v = places()
-    C, c = covariances(here, there, nugget)
-    said = ordinary_kriging(C, c, torch.from_numpy(v), SILL + nugget)
-    pykrige = OrdinaryKriging(
-        *here.T,
-        v,
-        variogram_model="exponential",
-        # PyKrige's range is where 95 % of the sill are reached.
-        variogram_parameters={
-            "psill": SILL,
-            "range": 3 * LENGTH,
-            "nugget": nugget,
-        },
-    ).execute("points", *there.T)
-    model = gstools.Exponential(2, SILL, LENGTH, nugget=nugget)
-    kriged = gstools.krige.Ordinary(model, here.T, v, exact=True)(there.T)
-    for mean, variance in (pykrige, kriged):
-        assert_allclose(said.mean, mean, rtol=1e-8)
-        assert_allclose(said.variance, variance, rtol=1e-8)
-
-
-def test_ordinary_kriging_with_unequal_errors_equals_gstools():
-    here, there, v = places(seed=1)
-    errors = np.random.default_rng(2).uniform(0.1, 0.9, len(v))
-    C, c = covariances(here, there, errors)
-    said = ordinary_kriging(C, c, torch.from_numpy(v), SILL)
-    mean, variance = gstools.krige.Ordinary(
-        gstools.Exponential(2, SILL, LENGTH),
-        here.T,
-        v,
-        cond_err=errors,
-        exact=False,
-    )(there.T)
-    assert_allclose(said.mean, mean, rtol=1e-8)
-    assert_allclose(said.variance, variance, rtol=1e-8)
-
-
-@pytest.mark.parametrize("nugget", [0.0, NUGGET])
-def test_simple_kriging_equals_gstools(nugget):
-    here, there, v = places(seed=3)
-    C, c = covariances(here, there, nugget)
-    said = simple_kriging(C, c, torch.from_numpy(v), 6.5, SILL + nugget)
-    model = gstools.Exponential(2, SILL, LENGTH, nugget=nugget)
-    mean, variance = gstools.krige.Simple(
-        model, here.T, v, mean=6.5, exact=True
-    )(there.T)
-    assert_allclose(said.mean, mean, rtol=1e-8)
-    assert_allclose(said.variance, variance, rtol=1e-8)
-
-
-def test_gap_of_1964_equals_pykrige():
-    """The chapter's own gap, with the raw record instead of the field."""
-    record = co2()
-    start = int(np.searchsorted(record.date, np.datetime64("1964-01-25")))
-    hidden = np.arange(start, start + 18)
-    assert record.ppm[hidden].isnan().all()
-    near = np.r_[start - 26 : start, start + 18 : start + 44]
-    near = near[~record.ppm[near].isnan().numpy()]
-    v = record.ppm[near]
-
-    def apart(a, b):
-        return torch.from_numpy(abs(a[:, None] - b).astype(float))
-
-    C = 0.211 * torch.exp(-apart(near, near) / 12.3)
-    C += 0.0672 * torch.eye(len(near), dtype=torch.float64)
-    c = 0.211 * torch.exp(-apart(hidden, near) / 12.3)
-    said = ordinary_kriging(C, c, v, 0.211 + 0.0672)
-    mean, variance = OrdinaryKriging(
-        near,
-        np.zeros(len(near)),
-        v.numpy(),
-        variogram_model="exponential",
-        variogram_parameters={
-            "psill": 0.211,
-            "range": 3 * 12.3,
-            "nugget": 0.0672,
-        },
-    ).execute("points", hidden.astype(float), np.zeros(18))
-    assert_allclose(said.mean, mean, rtol=1e-8)
-    assert_allclose(said.variance, variance, rtol=1e-8)
-
-
-def test_ordinary_kriging_equals_a_direct_gls_solve():
-    """The bordered system, by an inverse that this package never forms."""
-    here, there, v = places(seed=4)
-    C, c = (x.numpy() for x in covariances(here, there))
-    inverse, one = np.linalg.inv(C), np.ones(len(v))
-    m_hat = one @ inverse @ v / (one @ inverse @ one)
-    mean = m_hat + c @ inverse @ (v - m_hat)
-    shortfall = 1 - c @ inverse @ one
-    variance = (
-        SILL
-        - np.einsum("mi,ij,mj->m", c, inverse, c)
-        + shortfall**2 / (one @ inverse @ one)
-    )
-    said = ordinary_kriging(*(torch.from_numpy(x) for x in (C, c, v)), SILL)
-    assert_allclose(said.mean, mean, rtol=1e-8)
-    assert_allclose(said.variance, variance, rtol=1e-8)
-
-
-def test_a_number_for_the_variance_keeps_its_digits():
-    """0.1 is not rounded to float32 on its way to float64 values."""
-    C = torch.eye(1, dtype=torch.float64)
-    said = simple_kriging(C, C * 0, C[0], 0.0, 0.1)
-    assert said.variance.item() == 0.1
-
-
-def test_kriging_differentiates():
-    here, there, v = places(n=4, m=2)
-    C, c = covariances(here, there)
-    inputs = [x.requires_grad_() for x in (c, torch.from_numpy(v))] + [
-        torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    ]
-
-    def both(c, v, error):
-        full = C + error * torch.eye(4, dtype=torch.float64)
-        a = ordinary_kriging(full, c, v, SILL)
-        b = simple_kriging(full, c, v, 6.5, SILL)
-        return a.mean, a.variance, b.mean, b.variance
-
-    assert torch.autograd.gradcheck(both, inputs)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "names"),
-    [
-        ({"values": torch.zeros(0, dtype=torch.float64)}, ValueError, "val"),
-        ({"values": torch.tensor([1, 2, 3])}, TypeError, "values"),
-        ({"values": torch.full((3,), torch.nan)}, ValueError, "values"),
-        ({"covariance": torch.eye(4)}, ValueError, "covariance"),
-        ({"covariance": torch.ones(3, 3)}, ValueError, "covariance"),
-        (
-            {"covariance": torch.eye(3) + torch.ones(3, 3).triu(1)},
-            ValueError,
-            "covariance",
-        ),
-        ({"covariance": torch.eye(3).double()}, TypeError, "covariance"),
-        ({"cross_covariance": torch.ones(3)}, ValueError, "cross_cov"),
-        ({"cross_covariance": torch.ones(2, 4)}, ValueError, "cross_cov"),
-        ({"point_variance": -0.1}, ValueError, "point_variance"),
-        ({"point_variance": torch.ones(2, 1)}, ValueError, "point_variance"),
-        ({"point_variance": torch.ones(3)}, ValueError, "point_variance"),
-    ],
-)
-def test_kriging_names_what_is_wrong(change, error, names):
-    given_ = {
-        "covariance": 2.5 * torch.eye(3),
-        "cross_covariance": torch.full((2, 3), 0.2),
-        "values": torch.tensor([1.0, 2.0, 4.0]),
-        "point_variance": 2.5,
-    }
-    ordinary_kriging(**given_)
-    with pytest.raises(error, match=f"^{names}"):
-        ordinary_kriging(**given_ | change)
-    with pytest.raises(error, match=f"^{names}"):
-        simple_kriging(**given_ | change, mean=1.0)
-
-
-@pytest.mark.parametrize("mean", [torch.nan, torch.zeros(2)])
-def test_a_mean_that_is_no_number_is_named(mean):
-    with pytest.raises(ValueError, match="^mean: expected"):
-        simple_kriging(
-            2.5 * torch.eye(3),
-            torch.full((2, 3), 0.2),
-            torch.tensor([1.0, 2.0, 4.0]),
-            mean,
-            2.5,
-        )
-
-
-def test_each_point_may_have_its_own_variance():
-    C, c = 2.5 * torch.eye(3), torch.full((2, 3), 0.2)
-    v = torch.tensor([1.0, 2.0, 4.0])
-    both = torch.tensor([2.5, 7.0])
-    for krige in [
-        ordinary_kriging,
-        lambda *x: simple_kriging(*x[:3], 1, x[3]),
-    ]:
-        found = krige(C, c, v, both).variance
-        alone = [krige(C, c, v, one).variance[i] for i, one in enumerate(both)]
-        torch.testing.assert_close(found, torch.stack(alone))
 
 
 @pytest.mark.parametrize("way", [kriging_attention, attend])
@@ -315,7 +110,7 @@ def test_attention_equals_loops(
         v,
         log_precision,
         neighbour_variance=c,
-        center=torch.tensor(7.0, dtype=torch.float64),
+        centre=torch.tensor(7.0, dtype=torch.float64),
         attn_mask=mask,
         is_causal=causal,
     )
@@ -432,10 +227,10 @@ def test_causal_with_a_cache_aligns_the_last_query_with_the_last_key():
 
 def test_grouped_queries_equal_repeated_heads():
     q, k, v, log_precision = heads_of(heads=6, kv_heads=2)
-    center = v[:, :, :1]
-    a = kriging_attention(q, k, v, log_precision, center=center)
-    twice = [x.repeat_interleave(3, 1) for x in (k, v, center)]
-    b = kriging_attention(q, *twice[:2], log_precision, center=twice[2])
+    centre = v[:, :, :1]
+    a = kriging_attention(q, k, v, log_precision, centre=centre)
+    twice = [x.repeat_interleave(3, 1) for x in (k, v, centre)]
+    b = kriging_attention(q, *twice[:2], log_precision, centre=twice[2])
     for x, y in zip(a, b, strict=True):
         assert x is y is None or torch.equal(x, y)
     plain = F.scaled_dot_product_attention(
@@ -525,19 +320,19 @@ def test_property_6_dispersion_ignores_a_constant(shift, seed):
     assert_close(a.dispersion, b.dispersion, rtol=1e-9, atol=1e-8)
     assert_close(a.mean + shift, b.mean, rtol=1e-9, atol=1e-9)
     constant = torch.full_like(v[:, :, :1], shift)
-    c = kriging_attention(q, k, v + shift, log_precision, center=constant)
+    c = kriging_attention(q, k, v + shift, log_precision, centre=constant)
     assert_close(a.dispersion, c.dispersion, rtol=1e-9, atol=1e-9)
 
 
 def test_float32_keeps_a_spread_far_below_the_mean():
     q, k, v, log_precision = heads_of(mean=3000.0, keys=8)
     exact = kriging_attention(
-        q, k, v, log_precision, center=torch.tensor(3000.0).double()
+        q, k, v, log_precision, centre=torch.tensor(3000.0).double()
     ).dispersion
     single = [x.float() for x in (q, k, v, log_precision)]
     bare = kriging_attention(*single).dispersion
-    far = kriging_attention(*single, center=torch.zeros(3)).dispersion
-    near = kriging_attention(*single, center=single[2][:, :, :1]).dispersion
+    far = kriging_attention(*single, centre=torch.zeros(3)).dispersion
+    near = kriging_attention(*single, centre=single[2][:, :, :1]).dispersion
     for found in (bare, far, near):
         assert_close(found.double(), exact, rtol=5e-3, atol=1e-3)
 

@@ -32,8 +32,8 @@ GOLDEN = Path(__file__).with_name("golden_layer.json")
 def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
     """Run layer and loops on every sequence and compare everything."""
     allowed = torch.from_numpy(visible)
-    out, trace = layer(
-        belief, ~allowed, hidden, trace=True, **arguments.pop("call", {})
+    out, trace = layer.step(
+        belief, ~allowed, hidden, **arguments.pop("call", {})
     )
     config = layer.config
     for b in range(len(belief.mean)):
@@ -50,10 +50,10 @@ def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
             norm_first=layer.norm_first,
             centred=isinstance(layer.norm1, torch.nn.LayerNorm),
             token=config.granularity == "token",
-            reading=config.observation,
+            reading=config.reading,
             prior=config.prior_scale,
             nu0=config.prior_dof,
-            project=config.project,
+            project_variance=config.project_variance,
             rotary_base=layer.rotary_base,
             **arguments,
         )
@@ -95,10 +95,10 @@ def test_layer_equals_the_loop_oracle(
         activation=activation,
         norm_first=first,
         granularity=granularity,
-        observation=reading,
+        reading=reading,
         prior_scale=prior,
         prior_dof=1.6,
-        project=project,
+        project_variance=project,
         options={"norm": norm},
     )
     token = granularity == "token"
@@ -137,7 +137,7 @@ def test_grouped_heads_and_rotary_equal_the_loop_oracle(granularity):
 def test_first_term_differs_from_exact_only_in_the_jacobian():
     belief = make_belief()
     exact, first = (make_layer(jacobian=j) for j in ["exact", "first"])
-    (a, ta), (b, tb) = exact(belief, trace=True), first(belief, trace=True)
+    (a, ta), (b, tb) = exact.step(belief), first.step(belief)
     torch.testing.assert_close(a.mean, b.mean)
     torch.testing.assert_close(ta.gain, tb.gain)
     assert (ta.log_growth - tb.log_growth).abs().max() > 0.01
@@ -198,7 +198,7 @@ def test_hutchinson_layer_averages_to_the_closed_form(granularity, own):
     one, two = signs.repeat(16, 1), signs.repeat_interleave(16, 0)
     probes = torch.stack([one, two, one])[:, :, None]
     many = Belief(*(x.expand(256, -1, -1) for x in updated))
-    layer._probe = lambda like, index: probes[index].expand(like.shape)
+    layer.signs = lambda like, index: probes[index].expand(like.shape)
     found, log_growth = layer.predict(many)
     average = log_growth.exp().mean(0, keepdim=True)
     torch.testing.assert_close(average, growth.exp())
@@ -234,7 +234,7 @@ def test_observe_update_predict_are_the_layer():
 def test_trace_changes_nothing_and_holds_the_gain():
     layer, belief = make_layer(), make_belief()
     plain = layer(belief)
-    traced, trace = layer(belief, trace=True)
+    traced, trace = layer.step(belief)
     torch.testing.assert_close(plain, traced, rtol=1e-12, atol=1e-13)
     k = torch.sigmoid(trace.log_observation_precision - belief.log_precision)
     torch.testing.assert_close(trace.gain, k)
@@ -307,10 +307,10 @@ def test_float_masks_are_added_to_the_scores():
     layer, belief = make_layer(prior_scale="unit"), make_belief()
     bias = torch.zeros(2, 5)
     bias[:, 2] = 2.0
-    biased = layer(belief, None, bias, trace=True)[1]
-    scored = layer(belief, bias[0].expand(5, 5), trace=True)[1]
+    biased = layer.step(belief, None, bias)[1]
+    scored = layer.step(belief, bias[0].expand(5, 5))[1]
     shifted = Belief(belief.mean, belief.log_precision + bias[..., None])
-    raised = layer(shifted, trace=True)[1]
+    raised = layer.step(shifted)[1]
     torch.testing.assert_close(biased.weights, scored.weights)
     torch.testing.assert_close(biased.weights, raised.weights)
 
@@ -341,7 +341,7 @@ def test_all_masked_row_keeps_its_mean_and_has_finite_gradients(
     mean = belief.mean.clone().requires_grad_()
     log = belief.log_precision.clone().requires_grad_()
     hidden = left_padding(2, 5, [5, 2])
-    given = layer._checked(Belief(mean, log))
+    given = layer._entered(Belief(mean, log))
     seen = layer.observe(given, None, hidden, True)
     updated, k = layer.update(given, seen)
     assert (seen.log_precision[1, :3] == -torch.inf).all()
@@ -501,7 +501,7 @@ def test_extra_parameters_are_below_a_thousandth(d, granularity):
     [
         {},
         {"granularity": "token"},
-        {"observation": "mean", "project": False, "prior_scale": "unit"},
+        {"reading": "mean", "project_variance": False, "prior_scale": "unit"},
         {"variance_rule": "row"},
         {"jacobian": "hutchinson"},
         {"jacobian": "hutchinson", "options": {"norm": "rmsnorm"}},
@@ -644,7 +644,7 @@ def test_constructor_errors_name_the_argument(arguments, options, words):
     "option,value",
     [
         ("granularity", "word"),
-        ("observation", "variance"),
+        ("reading", "variance"),
         ("prior_scale", "flat"),
         ("prior_dof", 0.0),
         ("prior_dof", float("nan")),
@@ -796,7 +796,7 @@ def test_nan_parameters_do_not_stay_silent():
 
 
 def test_repr_shows_the_options():
-    assert "observation='prediction'" in repr(make_layer())
+    assert "reading='prediction'" in repr(make_layer())
 
 
 # where it is built, copied and kept ------------------------------------------

@@ -251,8 +251,8 @@ def test_adapters_learn(change, arguments):
         {"granularity": "token", "jacobian": "exact"},
         {"granularity": "token", "jacobian": "first"},
         {"granularity": "token", "jacobian": "hutchinson"},
-        {"granularity": "token", "project": False},
-        {"project": False, "prior_scale": "unit"},
+        {"granularity": "token", "project_variance": False},
+        {"project_variance": False, "prior_scale": "unit"},
     ],
     ids=label,
 )
@@ -289,7 +289,7 @@ def test_a_parametrised_in_proj_is_read_once_and_enters_the_prior():
 
 def test_spectral_norm_in_training_uses_one_weight_for_mean_and_variance():
     """Each reading of such a weight makes another one of it."""
-    layer = make_layer(norm_first=False, project=False)
+    layer = make_layer(norm_first=False, project_variance=False)
     for name in ["linear1", "linear2"]:
         parametrizations.spectral_norm(layer.get_submodule(name))
     layer.train()
@@ -484,7 +484,7 @@ def test_the_jacobian_of_unknown_modules_averages_to_the_exact_one(
     one, two = signs.repeat(16, 1), signs.repeat_interleave(16, 0)
     probes = torch.stack([one, two])[:, :, None]
     many = Belief(*(x.expand(256, -1, -1) for x in updated))
-    layer._probe = lambda like, index: probes[index].expand(like.shape)
+    layer.signs = lambda like, index: probes[index].expand(like.shape)
     with pytest.warns(UserWarning, match="what linear1 does is not known"):
         found, log_growth = layer.predict(many)
     average = log_growth.exp().mean(0, keepdim=True)
@@ -502,12 +502,12 @@ def test_the_variance_of_an_unknown_out_proj_averages_to_the_exact_one(
 ):
     arguments = {"d_model": 4, "width": 6, "granularity": granularity}
     layer = make_layer(**arguments)
-    belief = layer._checked(make_belief(1, 3, 4))
+    belief = layer._entered(make_belief(1, 3, 4))
     known = layer.observe(belief)
     layer.self_attn.out_proj.register_forward_hook(per_token)
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 4)
     many = Belief(*(x.expand(16, -1, -1) for x in belief))
-    layer._probe = lambda like, index: signs[:, None].expand(like.shape)
+    layer.signs = lambda like, index: signs[:, None].expand(like.shape)
     with pytest.warns(UserWarning, match="what self_attn.out_proj does"):
         seen = layer.observe(many)
     scale = 1 + 0.2 * torch.arange(3).double()[:, None]
@@ -555,8 +555,8 @@ def test_quantised_linear_layers(granularity, jacobian):
     belief = make_belief(2, 5, 32, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        found, trace = small(belief, trace=True)
-    out, expected = layer(belief, trace=True)
+        found, trace = small.step(belief)
+    out, expected = layer.step(belief)
     torch.testing.assert_close(found.mean, out.mean, rtol=0.1, atol=0.2)
     apart = trace.log_growth - expected.log_growth
     assert apart.abs().median() < 0.02

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bft_ref import Belief, BFTLayer, attend
-from bft_ref.fast import attention, feed_forward
+from bft_ref.fast import attention
+from bft_ref.fast import weighted_columns as columns
 from tests.factories import label, make_belief, make_encoder, make_layer
 
 CONFIGS = [
@@ -12,12 +13,12 @@ CONFIGS = [
     {"granularity": "token"},
     {"norm_first": False},
     {"norm_first": False, "granularity": "token", "prior_scale": "unit"},
-    {"implementation": "materialised"},
-    {"implementation": "materialised", "norm_first": False},
+    {"implementation": "eager"},
+    {"implementation": "eager", "norm_first": False},
     {"variance_rule": "row"},
     {"jacobian": "hutchinson", "norm_first": False},
     {"options": {"norm": "rmsnorm", "num_kv_heads": 1, "rotary_base": 9.0}},
-    {"activation": "swiglu", "project": False},
+    {"activation": "swiglu", "project_variance": False},
 ]
 TOKENS, LAST = 9, [7, 8]  # hidden: the last two
 
@@ -26,8 +27,8 @@ def step(model, belief, hidden, *arguments, trace=False):
     """Visible outputs, and all gradients of a loss on them."""
     model.zero_grad(set_to_none=True)
     mean, log = (x.clone().requires_grad_() for x in belief)
-    out = model(Belief(mean, log), *arguments, trace=trace)
-    out = out[0] if trace else out
+    traces = [] if trace else None
+    out = model(Belief(mean, log), *arguments, traces=traces)
     seen = [x[~hidden] for x in out]
     (seen[0].square().sum() + seen[1].sum()).backward()
     parameters = [p.grad for p in model.parameters() if p.grad is not None]
@@ -161,11 +162,11 @@ def test_blocks_take_every_mask(small_blocks, case, is_causal):
     if masks.get("attn_mask", q).shape[-2] == 40 and case in (0, 1):
         q = q[:, :, 11:]
     results = []
-    for way in ("materialised", "blocked"):
+    for way in ("eager", "chunked"):
         out = attend(
             *(q, k, v, log),
             neighbour_variance=log.exp(),
-            center=torch.full((4,), 0.3, dtype=torch.float64),
+            centre=torch.full((4,), 0.3, dtype=torch.float64),
             is_causal=is_causal,
             implementation=way,
             **masks,
@@ -181,9 +182,9 @@ def test_blocks_take_every_mask(small_blocks, case, is_causal):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks, the last one ragged, even at the size of a test."""
-    monkeypatch.setattr(feed_forward, "ROWS", 7)
-    monkeypatch.setattr(feed_forward, "HEADS", 1)
-    monkeypatch.setitem(feed_forward.BLOCK, "cpu", 600)
+    monkeypatch.setattr(columns, "ROWS", 7)
+    monkeypatch.setattr(columns, "HEADS", 1)
+    monkeypatch.setitem(columns.BLOCK, "cpu", 600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
@@ -208,12 +209,12 @@ def test_a_float_mask_hides_at_minus_1e9_and_at_its_lowest(dtype):
     assert not torch.equal(layer(belief, None, soft).mean, expected.mean)
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_dropout_thins_the_mean_alone(implementation):
     """Unbiased in the mean; dispersion and n from all the weights."""
     q, k, v, log = heads(keys=12, dtype=torch.float64)
-    center = torch.full((4,), 2.0, dtype=torch.float64)
-    options = {"center": center, "implementation": implementation}
+    centre = torch.full((4,), 2.0, dtype=torch.float64)
+    options = {"centre": centre, "implementation": implementation}
     plain = attend(q, k, v + 2, log, is_causal=True, **options)
     torch.manual_seed(0)
     draws = [
@@ -238,13 +239,13 @@ def test_dropout_of_blocks_has_its_gradient(small_blocks):
     q, k, v, _ = heads(dtype=torch.float64)
     flat = [x.flatten(0, 1)[:3, :9].requires_grad_() for x in (q, k, v)]
 
-    def columns(*x):
+    def summed(*x):
         torch.manual_seed(5)
         options = {"dropout_p": 0.4, "thinned": 2}
-        return feed_forward.weighted_columns(*x, True, 0.5, **options)[:2]
+        return columns.weighted_columns(*x, True, 0.5, **options)[:2]
 
-    assert torch.autograd.gradcheck(columns, flat)
-    assert torch.autograd.gradgradcheck(columns, flat)
+    assert torch.autograd.gradcheck(summed, flat)
+    assert torch.autograd.gradgradcheck(summed, flat)
 
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
@@ -286,12 +287,12 @@ def test_an_outlier_costs_no_precision(
 def test_one_effective_value_has_no_dispersion():
     q, k, v, log = heads(keys=6)
     alone = torch.eye(6, dtype=torch.bool)
-    for way in ("materialised", "blocked"):
+    for way in ("eager", "chunked"):
         for w in (None, torch.rand(2, 4)):
             found = attend(
                 *(q, k, 1e3 * v + 1e5, log),
                 attn_mask=alone,
-                center=torch.zeros(4),
+                centre=torch.zeros(4),
                 feature_weights=w,
                 implementation=way,
             )
@@ -307,15 +308,15 @@ def test_neither_masks_nor_dropout_form_the_matrix(monkeypatch, dropout):
     belief = make_belief(1, tokens, dtype=torch.float32)
     visible = torch.rand(tokens, tokens) < 0.5
     seen = []
-    monkeypatch.setitem(feed_forward.BLOCK, "cpu", 2**15)
-    scores = feed_forward._scores
+    monkeypatch.setitem(columns.BLOCK, "cpu", 2**15)
+    scores = columns._scores
 
     def watched(*arguments):
         found = scores(*arguments)
         seen.append(found.numel())
         return found
 
-    monkeypatch.setattr(feed_forward, "_scores", watched)
+    monkeypatch.setattr(columns, "_scores", watched)
     monkeypatch.setattr(attention, "kriging_attention", None)
     for mask in (None, ~visible):
         out = layer(belief, mask, None, True)
@@ -342,7 +343,7 @@ def test_what_does_not_fit_is_named():
         attend(q, k, v.double(), log)
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_a_mask_in_the_place_of_is_causal_is_refused(implementation):
     layer = make_layer(implementation=implementation)
     later = torch.ones(5, 5, dtype=torch.bool).triu(1)

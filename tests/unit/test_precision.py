@@ -55,9 +55,9 @@ def models_and_beliefs(name, kind):
 
 def errors(name, kind):
     exact, belief, low, given = models_and_beliefs(name, kind)
-    expected, exact_traces = exact(belief, is_causal=True, trace=True)
+    expected, exact_traces = exact.steps(belief, is_causal=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        found, traces = low(given, is_causal=True, trace=True)
+        found, traces = low.steps(given, is_causal=True)
     assert found.log_precision.dtype == torch.float32
     mean = (found.mean.double() - expected.mean).abs().max()
     log = (found.log_precision.double() - expected.log_precision).abs().max()
@@ -104,7 +104,7 @@ def test_precision_is_float32_throughout_under_autocast(name):
     """Every log precision on the way, and no rounding to bfloat16."""
     _, _, low, given = models_and_beliefs(name, "autocast")
     with torch.autocast("cpu", torch.bfloat16):
-        out, traces = low(given, trace=True)
+        out, traces = low.steps(given)
     for trace in traces:
         for field in trace[1:]:
             assert field.dtype == torch.float32
@@ -130,11 +130,9 @@ def test_weights_in_bfloat16_do_not_round_the_precision_bias():
     _, _, low, given = models_and_beliefs("pre-norm, feature", "bfloat16")
     log = 300 + 0.1 * torch.arange(24.0).view(1, 24, 1).expand(4, 24, 1)
     exact = low.double()
-    a = exact.layers[0](Belief(given.mean.double(), log.double()), trace=True)[
-        1
-    ]
+    a = exact.layers[0].step(Belief(given.mean.double(), log.double()))[1]
     low = low.bfloat16()
-    b = low.layers[0](Belief(given.mean, log), trace=True)[1]
+    b = low.layers[0].step(Belief(given.mean, log))[1]
     torch.testing.assert_close(
         b.weights.double(), a.weights, rtol=0.1, atol=0.01
     )

@@ -27,7 +27,7 @@ from tests.factories import (
     numpy_parameters,
 )
 
-WAYS = ["materialised", "blocked"]
+WAYS = ["eager", "chunked"]
 
 
 def qkv(batch=2, heads=2, tokens=7, size=4, seed=0):
@@ -60,7 +60,7 @@ def test_property_2_unit_prior_and_vague_beliefs_give_gain_one():
             for layer in model.layers:
                 layer.log_process_noise.fill_(np.log(noise))
         start = model.log_initial_precision.expand(2, 5, -1)
-        _, traces = model(Belief(belief.mean, start), trace=True)
+        _, traces = model.steps(Belief(belief.mean, start))
         for trace in traces:
             observed = trace.log_observation_precision.exp()
             bound = 1 / (1 + noise * observed)
@@ -77,7 +77,7 @@ def test_property_2_neighbours_prior_keeps_the_gain_below_one():
             model.log_initial_precision.fill_(-np.log(noise))
             for layer in model.layers:
                 layer.log_process_noise.fill_(np.log(noise))
-        _, traces = model(make_belief().mean, trace=True)
+        _, traces = model.steps(make_belief().mean)
         worst.append(traces[-1].gain.min().item())
     assert worst[1] < 0.95
     assert worst[0] == pytest.approx(worst[1], rel=1e-3)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bft_ref.checks import count, number
 from bft_ref.recsys.data.sequences import Sequences
+from bft_ref.support.checks import count, number
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from typing import IO, Literal
 
 import numpy as np
 
-from bft_ref.checks import count
 from bft_ref.recsys.data.errors import (
     DuplicateError,
     EmptyUserError,
@@ -30,6 +29,7 @@ from bft_ref.recsys.data.errors import (
     MalformedLineError,
 )
 from bft_ref.recsys.data.sequences import MILLISECONDS, Sequences
+from bft_ref.support.checks import count
 
 
 def _sha256(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bft_ref.checks import choice, count, whole
+from bft_ref.support.checks import choice, count, whole
 
 SplitName = Literal["validation", "test"]
 #: Seconds since 1970 reach this in the year 5138, milliseconds in 1973.

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from bft_ref import checks
 from bft_ref.initial_precision import InitialPrecision, Source, counts
 from bft_ref.layer import LayerTrace
 from bft_ref.recsys.models.padding import Rows, on_the_right
+from bft_ref.support import checks
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import checks
 from bft_ref.recsys.models.base import Recommender
 from bft_ref.recsys.models.sasrec import Encoder, TransformerConfig
+from bft_ref.support import checks
 
 
 @dataclass(frozen=True)

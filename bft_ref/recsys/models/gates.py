@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bft_ref import checks
+from bft_ref.support import checks
 
 GateKind = Literal[
     "none",

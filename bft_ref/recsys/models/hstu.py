@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import checks, delta, reml
-from bft_ref.belief import Belief, discount, wide
+from bft_ref import delta, reml
+from bft_ref.belief import Belief, discount
 from bft_ref.kalman import update
 from bft_ref.layer import LayerTrace, Observation
 from bft_ref.recsys.models.base import Recommender, RecommenderConfig
+from bft_ref.support import checks
+from bft_ref.support.numerics import at_least_float32
 
 TIME_BUCKETS = 129
 EPSILON = 1e-6  # of the norms, as published
@@ -114,7 +116,7 @@ class HSTULayer(nn.Module):
         )
         observation = Observation(e, log_observed, n, weights)
         updated, gain = self.update(belief, observation)
-        log_q = wide(self.log_process_noise)
+        log_q = at_least_float32(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
         if not trace:
@@ -139,15 +141,15 @@ class HSTULayer(nn.Module):
         """−log Var e, (B, T, d or 1), and whether a token saw anything."""
         c = self.config
         d = c.d_model
-        g = wide(self.uvqk.weight[d : 2 * d]).square().sum(1)
+        g = at_least_float32(self.uvqk.weight[d : 2 * d]).square().sum(1)
         before = inner[..., d : 2 * d]
         slope = delta.value_and_slope(F.silu, before)[1].square()
-        own = g * wide(slope)
+        own = g * at_least_float32(slope)
         if c.bft.prior_scale == "neighbours":
             spread = reml.neighbour_variance(belief.log_precision, x.scale)
             own = own * spread.unsqueeze(-1)
         own = own.unflatten(-1, (c.nhead, -1)).transpose(1, 2)
-        squares = wide(weights).square()
+        squares = at_least_float32(weights).square()
         total = squares.sum(-1, keepdim=True)
         share = squares / torch.where(total > 0, total, 1.0)
         tiny = torch.finfo(share.dtype).tiny
@@ -157,9 +159,9 @@ class HSTULayer(nn.Module):
         variance = variance.transpose(1, 2).flatten(-2)
         log_variance = -delta.normalised_precision(-variance.log(), normed)
         peak = log_variance.detach().amax(-1, keepdim=True)
-        variance = (log_variance - peak).exp() * wide(u).square()
+        variance = (log_variance - peak).exp() * at_least_float32(u).square()
         if c.bft.project_variance:
-            variance = variance @ wide(self.out.weight).square().mT
+            variance = variance @ at_least_float32(self.out.weight).square().mT
         if c.bft.granularity == "token":
             variance = variance.mean(-1, keepdim=True)
         saw = informative.squeeze(-1).all(1).unsqueeze(-1)

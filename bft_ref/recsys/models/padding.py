@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bft_ref import checks
 from bft_ref.layer import LayerTrace
+from bft_ref.support import checks
 
 
 class Rows(NamedTuple):

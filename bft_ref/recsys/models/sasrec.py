@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import checks
 from bft_ref.belief import Belief
+from bft_ref.config import BFTConfig
 from bft_ref.delta import activation_function
-from bft_ref.layer import BFTConfig, BFTLayer, LayerTrace
+from bft_ref.layer import BFTLayer, LayerTrace
 from bft_ref.recsys.models.base import Recommender, RecommenderConfig
 from bft_ref.recsys.models.gates import Gate, GateKind
+from bft_ref.support import checks
 
 Norm = Literal["pre", "post", "original"]
 
@@ -215,11 +216,8 @@ class Encoder(nn.Module):
                 belief,
                 src_key_padding_mask=padding,
                 is_causal=self.causal,
-                trace=trace,
+                traces=traces if trace else None,
             )
-            if trace:
-                belief, of_layer = belief
-                traces.append(of_layer)
         return belief.mean, traces
 
     def _bias(self, h, log_tau, padding):

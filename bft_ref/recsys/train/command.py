@@ -19,7 +19,7 @@ import torch.distributed as dist
 import tyro
 from tyro.conf import Suppress, arg, subcommand
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data import (
     DATASETS,
@@ -63,7 +63,7 @@ Plain SASRec on Beauty, downloaded and checked:
 The same as a Bayesian filter, resumable:
 
     python -m bft_ref.recsys.train sasrec --data beauty --checkpoint run.pt
-        bft --observation value
+        bft --reading value
 
 A control, the attention branch times a constant:
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bft_ref import checks
+from bft_ref.support import checks
 
 Loss = Literal["sampled", "full", "bce", "gbce"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bft_ref import checks
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data.errors import DataError
 from bft_ref.recsys.data.sequences import Sequences, Split, SplitName
@@ -36,6 +35,7 @@ from bft_ref.recsys.train.provenance import (
     device_name,
     peak_memory,
 )
+from bft_ref.support import checks
 
 
 @dataclass(frozen=True)

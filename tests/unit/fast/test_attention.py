@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_ref import attend, kriging_attention
-from bft_ref.fast import attention, feed_forward
+from bft_ref.fast import attention
+from bft_ref.fast import weighted_columns as columns
 from bft_ref.kriging import dispersion
 from tests.oracles import loops
 
-FAST = ["blocked", "flex"] if torch.cuda.is_available() else ["blocked"]
+FAST = ["chunked", "flex"] if torch.cuda.is_available() else ["chunked"]
 
 
 class Case:
@@ -94,7 +95,7 @@ def gradients(case, implementation, token, **options):
     return torch.autograd.grad(loss, leaves if token else leaves[:-1])
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked", "flex"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked", "flex"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_equals_loops(implementation, causal):
     case = Case()
@@ -142,7 +143,7 @@ def test_flex_forward_on_cpu_equals_the_reference(token):
             }
             if torch.cuda.is_available():
                 pytest.skip("on CUDA: test_implementations_are_equal")
-            a = case.run(implementation="materialised", **options)
+            a = case.run(implementation="eager", **options)
             b = case.run(implementation="flex", **options)
             compare(a, b, rtol=2e-5, atol=2e-5)
 
@@ -174,12 +175,12 @@ def test_implementations_are_equal_in_values_and_gradients(
         if implementation == "flex"
         else {"rtol": 1e-8, "atol": 1e-9}
     )
-    a = case.run(None, token, implementation="materialised", **options)
+    a = case.run(None, token, implementation="eager", **options)
     b = case.run(None, token, implementation=implementation, **options)
     compare(a, b, **loose)
     assert b.weights is None
     for x, y in zip(
-        gradients(case, "materialised", token, **options),
+        gradients(case, "eager", token, **options),
         gradients(case, implementation, token, **options),
         strict=True,
     ):
@@ -196,16 +197,16 @@ def test_any_size_of_block_gives_the_same(budget, causal, monkeypatch):
         "is_causal": causal,
         "key_padding_mask": padded(3, 71, [71, 5, 40]),
     }
-    expected = gradients(case, "materialised", False, **options)
-    monkeypatch.setitem(feed_forward.BLOCK, "cpu", budget)
-    monkeypatch.setattr(feed_forward, "ROWS", 30)
+    expected = gradients(case, "eager", False, **options)
+    monkeypatch.setitem(columns.BLOCK, "cpu", budget)
+    monkeypatch.setattr(columns, "ROWS", 30)
     compare(
-        case.run(implementation="blocked", **options),
-        case.run(implementation="materialised", **options),
+        case.run(implementation="chunked", **options),
+        case.run(implementation="eager", **options),
         rtol=1e-8,
         atol=1e-9,
     )
-    found = gradients(case, "blocked", False, **options)
+    found = gradients(case, "chunked", False, **options)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
@@ -229,12 +230,12 @@ def test_blocked_equals_the_reference_for_extreme_scores_and_precisions(
     case.query *= scale
     options = {"is_causal": True, "key_padding_mask": padded(2, 24, [24, 5])}
     compare(
-        case.run(implementation="materialised", **options),
-        case.run(implementation="blocked", **options),
+        case.run(implementation="eager", **options),
+        case.run(implementation="chunked", **options),
         rtol=1e-6,
         atol=1e-8,
     )
-    for x in gradients(case, "blocked", False, **options):
+    for x in gradients(case, "chunked", False, **options):
         assert x.isfinite().all()
 
 
@@ -259,8 +260,8 @@ def test_blocked_equals_the_reference_for_any_shape(
         "is_causal": causal,
         "key_padding_mask": padded(batch, queries, lengths),
     }
-    a = case.run(None, token, implementation="materialised", **options)
-    b = case.run(None, token, implementation="blocked", **options)
+    a = case.run(None, token, implementation="eager", **options)
+    b = case.run(None, token, implementation="chunked", **options)
     tolerance = 1e-3 if dtype == torch.float32 else 1e-8
     compare(a, b, rtol=tolerance, atol=tolerance)
     for x in [a, b]:
@@ -302,7 +303,7 @@ def test_score_masks_equal_loops(queries, keys, causal, boolean, seed):
         np.testing.assert_allclose(found.n_eff[0, h], n, 1e-9)
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 @pytest.mark.parametrize("token", [False, True])
 def test_gradcheck_of_attention(implementation, token):
     case = Case(1, 2, 1, 4, size=2)
@@ -324,7 +325,7 @@ def test_gradcheck_of_attention(implementation, token):
     )
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_n_eff_gradient_can_be_dropped_and_nothing_else(implementation):
     case = Case(queries=12)
     leaves = [x.clone().requires_grad_() for x in case.leaves]
@@ -360,7 +361,7 @@ def test_dispersion_is_the_weighted_variance_by_an_explicit_tensor():
     torch.testing.assert_close(dispersion(w, v, v[:1]), explicit)
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_dispersion_survives_a_mean_far_above_the_spread(implementation):
     """float32, mean 10⁴ times the spread: nothing left without centring."""
     exact = Case(queries=30).run()
@@ -378,7 +379,7 @@ def test_dispersion_survives_a_mean_far_above_the_spread(implementation):
     assert (raw / centred - 1).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_one_hot_weights_have_no_dispersion_and_one_value(implementation):
     case = Case(queries=12)
     case.log[:, 3] = 400.0
@@ -389,7 +390,7 @@ def test_one_hot_weights_have_no_dispersion_and_one_value(implementation):
     torch.testing.assert_close(found.mean, value.expand_as(found.mean))
 
 
-@pytest.mark.parametrize("implementation", ["materialised", "blocked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_identical_values_have_no_dispersion(implementation):
     case = Case(queries=12, dtype=torch.float32)
     case.value = torch.full_like(case.value, 777.7)
@@ -400,7 +401,7 @@ def test_identical_values_have_no_dispersion(implementation):
 
 def test_rows_that_see_nothing_are_zero_everywhere():
     case = Case()
-    for implementation in ["materialised", "blocked"]:
+    for implementation in ["eager", "chunked"]:
         found = case.run(
             key_padding_mask=padded(2, 6, [0, 6]),
             implementation=implementation,
@@ -413,25 +414,25 @@ def test_rows_that_see_nothing_are_zero_everywhere():
 def test_the_centre_is_a_key_that_may_be_seen():
     case = Case()
     hidden = padded(2, 6, [2, 0])
-    center = attention._first_seen(case.value, [hidden[:, None, None]])
-    torch.testing.assert_close(center[0], case.value[0, :, 4:5])
-    torch.testing.assert_close(center[1], case.value[1, :, 0:1])
+    centre = attention._first_seen(case.value, [hidden[:, None, None]])
+    torch.testing.assert_close(centre[0], case.value[0, :, 4:5])
+    torch.testing.assert_close(centre[1], case.value[1, :, 0:1])
 
 
 def test_auto_chooses_the_reference_where_weights_are_needed(monkeypatch):
     case, choose = Case(queries=8), attention._choose
     tensors = (case.query, case.key)
-    assert choose("auto", *tensors, ["keep_weights"], []) == "materialised"
-    assert choose("auto", *tensors, [], ["attn_mask"]) == "materialised"
-    assert choose("auto", *tensors, [], []) == "blocked"
+    assert choose("auto", *tensors, ["keep_weights"], []) == "eager"
+    assert choose("auto", *tensors, [], ["attn_mask"]) == "eager"
+    assert choose("auto", *tensors, [], []) == "chunked"
     monkeypatch.setattr(attention, "SHORT", 7)
-    assert choose("auto", *tensors, [], ["attn_mask"]) == "blocked"
+    assert choose("auto", *tensors, [], ["attn_mask"]) == "chunked"
 
 
 @pytest.mark.parametrize(
     "implementation,options",
     [
-        ("blocked", {"keep_weights": True}),
+        ("chunked", {"keep_weights": True}),
         ("flex", {"keep_weights": True}),
         ("flex", {"dropout_p": 0.1}),
         ("flex", {"attn_mask": torch.ones(6, 6).bool()}),
@@ -518,4 +519,4 @@ def test_no_token_at_all_is_refused(queries, keys):
 def test_nan_is_not_mistaken_for_an_empty_row():
     case = Case()
     case.query[0, 0, 0, 0] = torch.nan
-    assert case.run(implementation="materialised").n_eff[0, 0, 0].isnan()
+    assert case.run(implementation="eager").n_eff[0, 0, 0].isnan()

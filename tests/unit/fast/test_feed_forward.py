@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from bft_ref import delta
+from bft_ref.delta import ACTIVATIONS
 from bft_ref.fast import feed_forward
+from bft_ref.fast import weighted_columns as columns
+from bft_ref.fast.feed_forward import activation_and_slope
+from bft_ref.fast.norm import LayerNorm
 
 F64 = torch.float64
 CASES = list(
@@ -25,9 +29,9 @@ CASES = list(
 def small_blocks(monkeypatch):
     """Several blocks, the last one ragged, even at the size of a test."""
     monkeypatch.setattr(feed_forward, "HIDDEN_BLOCK", 9 * 64)
-    monkeypatch.setattr(feed_forward, "ROWS", 4)
-    monkeypatch.setattr(feed_forward, "HEADS", 1)
-    monkeypatch.setitem(feed_forward.BLOCK, "cpu", 64)
+    monkeypatch.setattr(columns, "ROWS", 4)
+    monkeypatch.setattr(columns, "HEADS", 1)
+    monkeypatch.setitem(columns.BLOCK, "cpu", 64)
 
 
 def leaf(*shape, scale=0.4):
@@ -114,7 +118,7 @@ def plain_columns(q, k, v, is_causal, scale):
 def test_blocks_of_rows_equal_the_whole(small_blocks, is_causal, tokens):
     torch.manual_seed(tokens)
     q, k, v = leaf(3, tokens, 5), leaf(3, tokens, 5), leaf(3, tokens, 7)
-    quick = feed_forward.weighted_columns(q, k, v, is_causal, 0.7)[:2]
+    quick = columns.weighted_columns(q, k, v, is_causal, 0.7)[:2]
     plain = plain_columns(q, k, v, is_causal, 0.7)
     torch.testing.assert_close(quick, plain, rtol=1e-12, atol=1e-13)
     grads = [
@@ -127,18 +131,18 @@ def test_scores_of_any_size_stay_finite(small_blocks):
     q = torch.full((1, 3, 2), 1e3, dtype=F64).requires_grad_()
     k = leaf(1, 3, 2, scale=1e3)
     v = leaf(1, 3, 2)
-    out, squares, _ = feed_forward.weighted_columns(q, k, v, True, 1.0)
+    out, squares, _ = columns.weighted_columns(q, k, v, True, 1.0)
     (out.sum() + squares.sum()).backward()
     for x in (out, squares, q.grad, k.grad, v.grad):
         assert x.isfinite().all()
     assert ((squares > 0) & (squares <= 1 + 1e-12)).all()
 
 
-@pytest.mark.parametrize("name", feed_forward.BENDS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_slopes_and_curvatures_are_derivatives(name):
     torch.manual_seed(0)
     a = leaf(50, scale=2.0)
-    value, slope = feed_forward.bend(name, a)
+    value, slope = activation_and_slope(name, a)
     (first,) = torch.autograd.grad(value.sum(), a)
     torch.testing.assert_close(slope, first, rtol=1e-12, atol=1e-13)
     kappa = feed_forward.curvature(
@@ -149,7 +153,9 @@ def test_slopes_and_curvatures_are_derivatives(name):
         return
     a2 = a.detach().requires_grad_()
     (once,) = torch.autograd.grad(
-        feed_forward.bend(name, a2)[0].sum(), a2, create_graph=True
+        activation_and_slope(name, a2)[0].sum(),
+        a2,
+        create_graph=True,
     )
     (second,) = torch.autograd.grad(once.sum(), a2)
     torch.testing.assert_close(kappa, second, rtol=1e-9, atol=1e-11)
@@ -158,7 +164,7 @@ def test_slopes_and_curvatures_are_derivatives(name):
 def test_the_scale_of_a_norm_has_its_gradient():
     torch.manual_seed(0)
     x = leaf(4, 7)
-    z, scale, *_ = feed_forward.LayerNorm.apply(x, 1e-5)
+    z, scale, *_ = LayerNorm.apply(x, 1e-5)
     centred = x - x.mean(-1, keepdim=True)
     plain = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close((z, scale), (centred / plain, plain))

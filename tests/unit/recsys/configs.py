@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import CONFIGS, HSTUFilter, RecommenderConfig
 
 
@@ -12,8 +12,7 @@ def make_config(model: str = "sasrec", **given: Any) -> RecommenderConfig:
     if model == "hstu":
         given.pop("dim_feedforward", None)
         if isinstance(given.get("bft"), BFTConfig):
-            chosen = vars(given["bft"])
-            chosen = chosen | {"project_variance": chosen["project"]}
             read = [field.name for field in fields(HSTUFilter)]
-            given["bft"] = HSTUFilter(**{name: chosen[name] for name in read})
+            chosen = {name: getattr(given["bft"], name) for name in read}
+            given["bft"] = HSTUFilter(**chosen)
     return CONFIGS[model](**given)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import DATASETS, READERS, Sequences, simulate
 from bft_ref.recsys.data.readers import Format
 from bft_ref.recsys.models import (
@@ -78,7 +78,7 @@ def invoke(capsys):
 OPTIONS = """--d-model 8 --dim-feedforward 16 --max-length 6
     --num-negatives 16 --epochs 8 --patience 8 --threads 1 --quiet
     --device cpu""".split()
-FILTER = ["bft", "--observation", "value"]
+FILTER = ["bft", "--reading", "value"]
 
 
 def command(data, output, *more):
@@ -213,12 +213,12 @@ FILES = ("output", "ranks", "checkpoint")
     "line, said",
     [
         ("sasrec --data nothing.txt", "nothing.txt"),
-        ("sasrec bft --observation median", "observation"),
+        ("sasrec bft --reading median", "'--reading'"),
         ("sasrec bft --colour red", "--colour"),
         ("sasrec --gate ligr bft", "gate: expected its default"),
         ("sasrec --gate red", "'--gate'"),
         ("hstu --gate ligr", "--gate"),
-        ("hstu bft --observation value", "--observation"),
+        ("hstu bft --reading value", "--reading"),
         ("sasrec --d-model 9", "nhead"),
         ("sasrec --d-model high", "--d-model"),
         ("sasrec --max-length 0", "max_length: expected at least 1"),
@@ -435,7 +435,7 @@ def test_the_command_line_offers_all_there_is():
 
 def test_help_is_worth_reading(invoke):
     first = " ".join(invoke("--help").out.split())
-    for said in ("torchrun", "bft --observation value", "item-knn", "--gate"):
+    for said in ("torchrun", "bft --reading value", "item-knn", "--gate"):
         assert said in first
     text = re.sub(r"\s+", " ", invoke("hstu", "--help").out.replace("│", ""))
     for said in (

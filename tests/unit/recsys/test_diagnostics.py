@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import Sequences
 from bft_ref.recsys.models import build
 from bft_ref.recsys.train import diagnose, diagnostics, evaluate, interventions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys import fields as stored
 from bft_ref.recsys.data import simulate
 from bft_ref.recsys.models import (
@@ -129,7 +129,9 @@ LITTLE = {
             PLAIN
             | {
                 "tau": "shuffled",
-                "bft": asdict(BFTConfig(observation="value", project=False)),
+                "bft": asdict(
+                    BFTConfig(reading="value", project_variance=False)
+                ),
             },
             BUDGET,
         ),
@@ -287,7 +289,7 @@ def test_a_model_of_version_1_is_loaded(tmp_path, name):
     config = from_json(kind, as_text("ModelConfig", old, 1))
     bft = {
         HSTUConfig: HSTUFilter(),
-        SASRecConfig: BFTConfig(observation="value", project=False),
+        SASRecConfig: BFTConfig(reading="value", project_variance=False),
     }
     assert config == kind(
         n_items=9,
@@ -315,3 +317,7 @@ def test_the_others_of_version_1_are_read():
     old = written("beauty-sasrec-bft-s0")["model"]["bft"]
     found = from_json(BFTConfig, as_text("BFTConfig", old, 1))
     assert found == BFTConfig()
+    for way, today in {"blocked": "chunked", "materialised": "eager"}.items():
+        old["implementation"] = way
+        found = from_json(BFTConfig, as_text("BFTConfig", old, 1))
+        assert found.implementation == today

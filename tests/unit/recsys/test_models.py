@@ -12,7 +12,7 @@ from torch import nn
 
 from bft_ref import reml
 from bft_ref.belief import Belief
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import (
     CONFIGS,
     GATES,
@@ -35,7 +35,7 @@ SMALL = {
     "max_length": 8,
 }
 MODELS = ("sasrec", "bert4rec", "hstu")
-FILTER = BFTConfig(project=False)
+FILTER = BFTConfig(project_variance=False)
 
 
 def small(model="sasrec", *, dropout=0.0, seed=0, frequency=None, **given):
@@ -199,7 +199,7 @@ def test_hstu_variance_is_the_loop_over_weights(
         prior_dof=2.5,
         granularity=granularity,
         prior_scale=prior_scale,
-        project=project,
+        project_variance=project,
     )
     config = make_config(model="hstu", dropout=0.0, bft=bft, **SMALL)
     layer = HSTULayer(config)
@@ -654,7 +654,10 @@ def test_configuration_names_the_bad_argument(given, said):
         ({"tau_bias": "no"}, "tau_bias: expected bool, got 'no'"),
         ({"activation": F.relu}, "activation: expected str"),
         ({"bft": True}, "bft: expected BFTConfig or None, got True"),
-        ({"bft": {"project": False}}, "bft: expected BFTConfig or None, got"),
+        (
+            {"bft": {"reading": "value"}},
+            "bft: expected BFTConfig or None, got",
+        ),
     ],
 )
 def test_configuration_names_a_field_of_another_type(given, said):

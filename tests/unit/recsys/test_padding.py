@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import Recommender, as_batch, build
 from bft_ref.recsys.models.padding import on_the_right
 from bft_ref.recsys.train import Batch, TrainConfig, trainer
@@ -20,8 +20,8 @@ from tests.unit.recsys.configs import make_config
 N, LENGTH = 30, 8
 FILTERS = [
     BFTConfig(),
-    BFTConfig(granularity="token", observation="value"),
-    BFTConfig(prior_scale="unit", project=False, variance_rule="row"),
+    BFTConfig(granularity="token", reading="value"),
+    BFTConfig(prior_scale="unit", project_variance=False, variance_rule="row"),
 ]
 VARIANTS = [
     {},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys import fields as stored_fields
 from bft_ref.recsys import storage
 from bft_ref.recsys.models import SASRecConfig, build
@@ -22,7 +22,7 @@ from tests.factories import label, randomise
 from tests.unit.recsys.configs import make_config
 
 ROOT = Path(__file__).resolve().parents[3]
-FILTER = BFTConfig(granularity="token", prior_dof=3.5, project=False)
+FILTER = BFTConfig(granularity="token", prior_dof=3.5, project_variance=False)
 CONFIGS = [
     make_config(n_items=7),
     make_config(n_items=7, gate="vector", gate_value=(0.1, 0.7), num_layers=2),
@@ -103,9 +103,9 @@ def test_what_was_added_later_has_its_default():
         ),
         (
             SASRecConfig,
-            changed(CONFIGS[0], bft={"project": "no"}),
+            changed(CONFIGS[0], bft={"project_variance": "no"}),
             TypeError,
-            "project: expected bool, got 'no'",
+            "project_variance: expected bool, got 'no'",
         ),
         (
             SASRecConfig,

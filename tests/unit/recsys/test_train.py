@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bft_ref.layer import BFTConfig
+from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import DataError, Sequences, simulate
 from bft_ref.recsys.metrics import Ranking
 from bft_ref.recsys.models import build
@@ -640,9 +640,9 @@ def test_clip_bounds_the_gradient_of_a_step(sequences, adam):
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
 def test_a_filter_trains_and_shows_its_diagnostics(sequences, model):
-    bft = BFTConfig(project=False)
+    bft = BFTConfig(project_variance=False)
     result = run(sequences, model={"model": model, "bft": bft}).result
-    assert result["model"]["bft"]["project"] is False
+    assert result["model"]["bft"]["project_variance"] is False
     for layer in result["diagnostics"]["layers"]:
         assert all(0 < k < 1 for k in layer["gain"] if k is not None)
         assert layer["process_noise_mean"] > 0
@@ -653,7 +653,7 @@ def test_a_filter_trains_and_shows_its_diagnostics(sequences, model):
 def test_interventions_change_what_they_name_and_leave_the_model(
     sequences, model
 ):
-    bft = BFTConfig(project=False, process_noise=0.3)
+    bft = BFTConfig(project_variance=False, process_noise=0.3)
     fitted = run(sequences, model={"model": model, "bft": bft}, epochs=1)
     split, cpu = sequences.split("validation"), torch.device("cpu")
     net = fitted.model.eval()

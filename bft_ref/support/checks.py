@@ -154,6 +154,52 @@ def mask(
     return x
 
 
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_token_precision: Tensor,
+    neighbour_variance: Tensor | None = None,
+    feature_weights: Tensor | None = None,
+) -> None:
+    """Raise unless query, key, value and what goes with them fit."""
+    for name, x in [("query", query), ("key", key), ("value", value)]:
+        floating(name, x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: expected shape (batch, heads, tokens, features), "
+                f"got {tuple(x.shape)}"
+            )
+    batch, heads, queries, features = query.shape
+    _, kv_heads, keys, _ = key.shape
+    if not queries or not keys:
+        raise ValueError(
+            f"query, key: expected at least one token each, got {queries} "
+            f"queries and {keys} keys"
+        )
+    shape("key", key, [batch, kv_heads, keys, features])
+    shape("value", value, [batch, kv_heads, keys, value.shape[-1]])
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"query: expected a number of heads that is a multiple of the "
+            f"{kv_heads} key heads, got {heads}"
+        )
+    for name, x in [("key", key), ("value", value)]:
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: expected {query.dtype} as the query, got {x.dtype}; "
+                f"convert it with {name}.to(query.dtype)"
+            )
+    floating("log_token_precision", log_token_precision)
+    shape("log_token_precision", log_token_precision, [batch, keys])
+    if neighbour_variance is not None:
+        shape("neighbour_variance", neighbour_variance, [batch, keys])
+    if feature_weights is not None:
+        width = value.shape[-1]
+        shape("feature_weights", feature_weights, [heads, width])
+    finite("log_token_precision", log_token_precision)
+
+
 def broadcastable(name: str, x: Tensor, other: str, y: Tensor) -> None:
     """Raise ValueError unless the two shapes broadcast."""
     try:

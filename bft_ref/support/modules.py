@@ -4,17 +4,18 @@ The layer calls the modules that it has. Where a variance needs the matrix of
 one, it is looked for here, and held against what the module really did.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bft_ref import checks
-from bft_ref.belief import cast_on, wide
+from bft_ref.support import checks
+from bft_ref.support.numerics import at_least_float32, autocast_device
 
 HOOKS = (
     "_forward_hooks",
@@ -80,6 +81,57 @@ def apply(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return y, None
 
 
+def apply_norm(
+    name: str,
+    module: nn.Module,
+    x: Tensor,
+    normalise: Callable,
+    hooks: bool = True,
+) -> tuple[Tensor, Any]:
+    """The output of a norm, and its :class:`bft_ref.delta.Normalised`.
+
+    ``hooks=False``: those of the module are left out, as where a function
+    is differentiated.
+
+    Raises: TypeError for another module than LayerNorm and RMSNorm;
+    ValueError for a hook that changes the output.
+    """
+    forward = getattr(type(module), "forward", None)
+    if forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+        raise TypeError(
+            f"{name}: expected nn.LayerNorm or nn.RMSNorm, through which "
+            f"precision goes in closed form, got {type(module).__name__}"
+        )
+    norm_module = cast(nn.LayerNorm, module)  # or RMSNorm
+    checks.shape(f"{name}: input", x[0, 0], norm_module.normalized_shape)
+    watched = hooks and is_watched(module)
+    least = torch.finfo(x.dtype).eps
+    # first: a hook may set the weight, as pruning does
+    made = module(x).to(x.dtype) if watched else None
+    norm = normalise(
+        x,
+        module.weight,
+        getattr(module, "bias", None),
+        own if (own := norm_module.eps) is not None else least,
+        forward is nn.LayerNorm.forward,
+    )
+    output = norm.output.to(x.dtype)
+    if made is None:
+        return output, norm
+    apart = (at_least_float32(made) - at_least_float32(output)).abs()
+    tolerance = max(1e-4, 2 * torch.finfo(x.dtype).eps)
+    changed = apart > tolerance * (1 + at_least_float32(output).abs())
+    said = (
+        f"{name}: expected hooks that only look, got one that changes "
+        "the output, which precision cannot follow"
+    )
+    if not checks.values_can_be_read():
+        torch._assert_async(~changed.any(), said)
+    elif checks.anywhere(changed) == [True]:
+        raise ValueError(said)
+    return made, norm
+
+
 def squared_map(module: nn.Module, variance: Tensor, signs: Tensor) -> Tensor:
     """Σ_k W[i,k]² v_k of an affine module, unbiased over random signs.
 
@@ -88,7 +140,9 @@ def squared_map(module: nn.Module, variance: Tensor, signs: Tensor) -> Tensor:
     tiny = torch.finfo(variance.dtype).tiny
     x = signs * variance.clamp(min=tiny).sqrt().to(signs.dtype)
     with _evaluated(module):
-        return wide(module(x) - module(torch.zeros_like(x))).square()
+        return at_least_float32(
+            module(x) - module(torch.zeros_like(x))
+        ).square()
 
 
 def _own(module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -133,11 +187,15 @@ def _agree(
     w: Tensor, b: Tensor | None, x: Tensor, y: Tensor, tolerance: float
 ) -> bool | None:
     """Whether y = Wx + b; None where that cannot be read."""
-    with torch.no_grad(), torch.autocast(cast_on(x), enabled=False):
-        made = F.linear(wide(x), wide(w), None if b is None else wide(b))
+    with torch.no_grad(), torch.autocast(autocast_device(x), enabled=False):
+        made = F.linear(
+            at_least_float32(x),
+            at_least_float32(w),
+            None if b is None else at_least_float32(b),
+        )
         if y.dtype in (torch.bfloat16, torch.float16):
             tolerance = max(tolerance, 0.05)
-        error = torch.linalg.vector_norm(wide(y) - made)
+        error = torch.linalg.vector_norm(at_least_float32(y) - made)
         size = torch.linalg.vector_norm(made)
         answer = checks.anywhere(error <= tolerance * size)
     return None if answer is None else answer[0]
@@ -161,3 +219,13 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def warn_unknown(name: str) -> None:
+    """Say that a module's matrix is estimated, where that can be said."""
+    if checks.values_can_be_read():  # a warning would break the graph
+        warnings.warn(
+            f"BFTLayer: what {name} does is not known to be Wx + b (a hook?); "
+            "what the variances need of it is estimated by random signs",
+            stacklevel=5,
+        )

@@ -1,0 +1,1 @@
+"""What the layer stands on: checked input, safe numbers, users' modules."""
