@@ -438,7 +438,7 @@ def hstu_layer(length=12):
 def test_what_hstu_observes():
     """Token by token; the norm's variance from its full Jacobian."""
     layer, belief, relative = hstu_layer()
-    _, trace = layer(belief, relative, True)
+    _, trace = layer.step(belief, relative)
     h = belief.mean[0]
     inner = layer.uvqk(F.layer_norm(h, (8,), eps=1e-6))
     u, v, q, k = F.silu(inner).chunk(4, -1)
@@ -480,7 +480,7 @@ def test_what_hstu_observes():
 )
 def test_hstu_predicts_with_process_noise_alone():
     layer, belief, relative = hstu_layer()
-    out, trace = layer(belief, relative, True)
+    out, trace = layer.step(belief, relative)
     seen = trace.log_observation_precision.exp()
     expected = 1 / (1 / (belief.precision + seen) + 0.3)
     torch.testing.assert_close(out.precision, expected, rtol=1e-6, atol=0)
@@ -494,5 +494,5 @@ def test_the_length_that_divides_the_weights_leaves_the_gain():
         with torch.no_grad():
             layer.uvqk.weight.mul_(3)  # makes the norm's ε small
         layer.config = dataclasses.replace(layer.config, max_length=length)
-        gains.append(layer(belief, relative, True)[1].gain)
+        gains.append(layer.step(belief, relative)[1].gain)
     torch.testing.assert_close(*gains, rtol=1e-6, atol=0)

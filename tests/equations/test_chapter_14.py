@@ -228,7 +228,7 @@ def fresh_loss_of_gain(d, heads, N, t, seed, bft, shrink):
         if bft is None:
             e = model(items) - model.embed(items) - model.layers[0].out.bias
             return e[:, -1].square().mean().item()
-        gain = model(items, trace=True)[1][0].gain
+        gain = model.steps(items)[1][0].gain
         return (1 - gain[:, -1]).mean().item()
 
 

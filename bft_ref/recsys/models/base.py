@@ -168,35 +168,47 @@ class Recommender(nn.Module):
         x = x if norm is None else norm(x)
         return F.dropout(x, self.config.dropout, self.training)
 
+    def steps(
+        self, items: Tensor, times: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerTrace]]:
+        """What :meth:`forward` gives, and the internals of every layer.
+
+        Raises: ValueError for a plain model.
+        """
+        traces: list[LayerTrace] = []
+        hidden = self(items, times, traces=traces)
+        return hidden, traces
+
     def forward(
         self,
         items: Tensor,
         times: Tensor | None = None,
-        trace: bool = False,
-    ):
-        """The states, and with ``trace`` a list of each layer's internals.
+        *,
+        traces: list[LayerTrace] | None = None,
+    ) -> Tensor:
+        """The states; each layer's internals are appended to ``traces``.
 
-        Raises: ValueError for the trace of a plain model.
+        Raises: ValueError for the traces of a plain model.
         """
-        if trace and self.config.bft is None:
+        if traces is not None and self.config.bft is None:
             raise ValueError(
-                "trace: expected False for a plain model, which has no filter "
-                "to be traced; got True"
+                "traces: expected None for a plain model, which has no filter "
+                "to be traced; got a list"
             )
         rows = self._rows(items, times)
-        hidden, traces = self.states(rows.items, rows.times, trace)
-        hidden = rows.restore(hidden, 1)
-        if not trace:
-            return hidden
-        return hidden, [rows.restore_trace(each) for each in traces]
+        found: list[LayerTrace] | None = None if traces is None else []
+        hidden = self.states(rows.items, rows.times, found)
+        if traces is not None and found is not None:
+            traces += [rows.restore_trace(each) for each in found]
+        return rows.restore(hidden, 1)
 
     def states(
-        self, items: Tensor, times: Tensor | None, trace: bool
-    ) -> tuple[Tensor, list[LayerTrace]]:
-        """What :meth:`forward` gives, of checked rows padded on the right.
-
-        No internals without ``trace``.
-        """
+        self,
+        items: Tensor,
+        times: Tensor | None,
+        traces: list[LayerTrace] | None,
+    ) -> Tensor:
+        """What :meth:`forward` gives, of checked rows padded on the right."""
         raise NotImplementedError
 
     @property

@@ -69,12 +69,12 @@ class BERT4Rec(Recommender):
             "last_rate": self.config.last_rate,
         }
 
-    def states(self, items, times, trace):
+    def states(self, items, times, traces):
         x = self._embed(items, self.first)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        return self.encoder(x, log_tau, items == 0, trace)
+        return self.encoder(x, log_tau, items == 0, traces)
 
     def query(self, hidden: Tensor) -> Tensor:
         return self.final(F.gelu(self.dense(hidden)))

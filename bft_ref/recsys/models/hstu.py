@@ -83,7 +83,21 @@ class HSTULayer(nn.Module):
             noise = torch.full((c.features,), c.bft.process_noise)
             self.log_process_noise = nn.Parameter(noise.log())
 
-    def forward(self, belief, relative: Tensor, trace: bool = False):
+    def step(
+        self, belief: Belief, relative: Tensor
+    ) -> tuple[Belief, LayerTrace]:
+        """What :meth:`forward` gives, and the filter's internals."""
+        traces: list[LayerTrace] = []
+        after = self(belief, relative, traces=traces)
+        return after, traces[0]
+
+    def forward(
+        self,
+        belief,
+        relative: Tensor,
+        *,
+        traces: list[LayerTrace] | None = None,
+    ):
         c = self.config
         h = belief.mean if c.bft is not None else belief
         x = delta.normalise(h, None, None, EPSILON)
@@ -119,15 +133,16 @@ class HSTULayer(nn.Module):
         log_q = at_least_float32(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
-        if not trace:
-            return predicted
-        return predicted, LayerTrace(
-            observation,
-            gain,
-            updated.log_precision,
-            torch.zeros_like(log_observed),
-            log_precision,
-        )
+        if traces is not None:
+            trace = LayerTrace(
+                observation,
+                gain,
+                updated.log_precision,
+                torch.zeros_like(log_observed),
+                log_precision,
+            )
+            traces.append(trace)
+        return predicted
 
     def update(
         self, belief: Belief, observation: Observation
@@ -202,23 +217,19 @@ class HSTU(Recommender):
         bucket = (elapsed.log() / 0.301).long().clamp(0, TIME_BUCKETS - 1)
         return r + self.bucket[bucket].unsqueeze(1)
 
-    def states(self, items, times, trace):
+    def states(self, items, times, traces):
         h = self._embed(items)
         r = self.relative(items, times)
         if self.config.bft is None or self.tau is None:
             for layer in self.layers:
                 h = layer(h, r)
-            return h, []
+            return h
         features = self.config.features
         log_tau = self.tau(items, self.items(items))
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
-        traces = []
         for layer in self.layers:
-            belief = layer(belief, r, trace)
-            if trace:
-                belief, of_layer = belief
-                traces.append(of_layer)
-        return belief.mean, traces
+            belief = layer(belief, r, traces=traces)
+        return belief.mean
 
     def query(self, hidden: Tensor) -> Tensor:
         return F.normalize(hidden, dim=-1) / self.config.temperature

@@ -167,8 +167,8 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Layers over an embedded sequence: plain, or each a Bayesian filter.
 
-    The plain ones see log τ only if ``tau_bias`` asks for it. The list beside
-    the states holds a filter's internals, a layer each, with ``trace=True``.
+    The plain ones see log τ only if ``tau_bias`` asks for it. A filter's
+    internals are appended to ``traces``, a layer each.
     """
 
     def __init__(self, config: TransformerConfig, norm: Norm, causal: bool):
@@ -198,27 +198,26 @@ class Encoder(nn.Module):
         h: Tensor,
         log_tau: Tensor | None = None,
         padding: Tensor | None = None,
-        trace: bool = False,
-    ) -> tuple[Tensor, list[LayerTrace]]:
+        traces: list[LayerTrace] | None = None,
+    ) -> Tensor:
         if self.config.bft is not None:
-            return self._filter(h, log_tau, padding, trace)
+            return self._filter(h, log_tau, padding, traces)
         bias = self._bias(h, log_tau, padding)
         for layer in self.layers:
             h = layer(h, bias)
-        return h, []
+        return h
 
-    def _filter(self, h, log_tau, padding, trace):
+    def _filter(self, h, log_tau, padding, traces):
         features = self.config.features
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
-        traces = []
         for layer in self.layers:
             belief = layer(
                 belief,
                 src_key_padding_mask=padding,
                 is_causal=self.causal,
-                traces=traces if trace else None,
+                traces=traces,
             )
-        return belief.mean, traces
+        return belief.mean
 
     def _bias(self, h, log_tau, padding):
         if not self.config.tau_bias and padding is None:
@@ -249,10 +248,9 @@ class SASRec(Recommender):
         self.encoder = Encoder(config, config.residual, causal=True)
         self.final = nn.LayerNorm(config.d_model)
 
-    def states(self, items, times, trace):
+    def states(self, items, times, traces):
         x = self._embed(items)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        hidden, traces = self.encoder(x, log_tau, trace=trace)
-        return self.final(hidden), traces
+        return self.final(self.encoder(x, log_tau, traces=traces))

@@ -58,7 +58,7 @@ def diagnose(
         last_item[users] = items[each, last].cpu().numpy()
         asked, times = model.evaluation_inputs(items, times)
         end = (asked > 0).sum(1) - 1
-        _, traces = model(asked, times, trace=True)
+        _, traces = model.steps(asked, times)
         for layer, trace in enumerate(traces):
             rows.append(
                 (
@@ -207,7 +207,7 @@ def _mean_gains(model: Recommender, split: Split) -> list[Tensor]:
         )
         there = items > 0
         tokens += int(there.sum())
-        for layer, trace in enumerate(model(items, times, trace=True)[1]):
+        for layer, trace in enumerate(model.steps(items, times)[1]):
             sums[layer] = sums[layer] + trace.gain[there].double().sum(0)
     tiny = torch.finfo(model.items.weight.dtype).eps
     return [(total / tokens).float().clamp(tiny, 1 - tiny) for total in sums]

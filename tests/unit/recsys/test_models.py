@@ -178,7 +178,7 @@ def test_hstu_at_the_ends_of_float32(granularity, size, log):
         h = size * torch.randn(2, 4, 16)
         leaves = [h, log + 2 * torch.randn(2, 4, features)]
         leaves = [x.requires_grad_() for x in leaves]
-        out, trace = layer(Belief(*leaves), torch.randn(1, 1, 4, 4), True)
+        out, trace = layer.step(Belief(*leaves), torch.randn(1, 1, 4, 4))
         assert out.mean.isfinite().all()
         assert out.log_precision.isfinite().all()
         assert ((trace.gain >= 0) & (trace.gain <= 1)).all()
@@ -210,7 +210,7 @@ def test_hstu_variance_is_the_loop_over_weights(
         2.5 * torch.randn(1, tokens, d), torch.randn(1, tokens, features)
     )
     relative = torch.randn(1, 1, tokens, tokens)
-    _, trace = layer(belief, relative, trace=True)
+    _, trace = layer.step(belief, relative)
     h, precision = belief.mean[0], belief.precision[0]
     spread = h.std(-1, correction=0)
     x = F.layer_norm(h, (d,), eps=1e-6)
@@ -273,7 +273,7 @@ def test_the_switch_makes_every_layer_a_filter(model, granularity):
         p.numel() for p in plain.parameters()
     )
     assert extra == 2 * features + filtered.items.num_embeddings
-    hidden, traces = filtered(ITEMS, trace=True)
+    hidden, traces = filtered.steps(ITEMS)
     torch.testing.assert_close(hidden, filtered(ITEMS))
     assert len(traces) == 2
     for trace in traces:

@@ -131,8 +131,8 @@ def test_the_times_of_a_shifted_history_are_read():
 )
 def test_internals_stand_where_their_tokens_do(variant):
     net, first = make(**variant), LATE["left"]
-    hidden, traces = net(padded(ROWS, LENGTH, first), trace=True)
-    expected, theirs = net(RIGHT, trace=True)
+    hidden, traces = net.steps(padded(ROWS, LENGTH, first))
+    expected, theirs = net.steps(RIGHT)
     same(hidden, expected, first)
     for found, right in zip(traces, theirs, strict=True):
         pairs = [(found.observation, right.observation), (found, right)]
@@ -360,8 +360,8 @@ def test_scores_are_not_left_to_dropout():
 
 @each_model
 def test_a_plain_model_is_not_traced(variant):
-    with pytest.raises(ValueError, match="trace: expected False for a plain"):
-        make(**variant)(RIGHT, trace=True)
+    with pytest.raises(ValueError, match="traces: expected None for a plain"):
+        make(**variant).steps(RIGHT)
 
 
 @pytest.mark.parametrize("variant", [*MODELS, {"bft": BFTConfig()}], ids=label)

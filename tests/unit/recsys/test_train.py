@@ -662,7 +662,7 @@ def test_interventions_change_what_they_name_and_leave_the_model(
 
     def seen(change):
         with torch.no_grad(), change:
-            return net(items, trace=True)
+            return net.steps(items)
 
     other = net.tau.of_items(net.items.weight).flip(0) + torch.arange(
         net.items.num_embeddings
