@@ -304,6 +304,12 @@ def feed_forward_jacobian(
     return ffn.output, jacobian(ffn, norm, exact)
 
 
+def feed_forward_growth(*arguments, **options) -> tuple[Tensor, Tensor]:
+    """As :func:`feed_forward_jacobian`: the output, and log (1 + J)²."""
+    output, j = feed_forward_jacobian(*arguments, **options)
+    return output, log_square(1 + j)
+
+
 def predict(
     log_precision: Tensor, log_growth: Tensor, log_process_noise: Tensor
 ) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import delta, fast, kalman, reml
+from bft_ref import delta, fast, reml
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
 from bft_ref.network import step_and_growth
@@ -340,7 +340,7 @@ class BFTLayer(nn.Module):
 
         Equation (6.4); the paper. What attention adds is read as e.
         """
-        updated, k = kalman.update(
+        updated, k = self.ways.update(
             belief, observation.innovation, observation.log_precision
         )
         if not self.norm_first:
@@ -350,7 +350,7 @@ class BFTLayer(nn.Module):
     def predict(self, belief: Belief) -> tuple[Belief, Tensor]:
         """The FFN as dynamics, by the delta method; log (1 + J)² with it."""
         step, log_growth = step_and_growth(self, belief)
-        log_precision = delta.predict(
+        log_precision = self.ways.predict(
             belief.log_precision,
             log_growth,
             at_least_float32(self.log_process_noise),

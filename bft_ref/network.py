@@ -36,14 +36,13 @@ def step_and_growth(
         return _estimated(layer, belief)
     token, exact = c.granularity == "token", c.jacobian == "exact"
     if closed and is_linear(layer.linear1) and is_linear(layer.linear2):
-        step, j = layer.ways.feed_forward_jacobian(
+        return layer.ways.feed_forward_growth(
             x,
             *(layer.linear1.weight, layer.linear1.bias),
             *(layer.linear2.weight, layer.linear2.bias),
             *(layer.activation, layer.gated, layer.thinning),
             *(norm, exact, token),
         )
-        return step, delta.log_square(1 + j)
     step, ffn = _through_modules(layer, x, norm)
     if ffn is None:
         return step, _estimated(layer, belief)[1]

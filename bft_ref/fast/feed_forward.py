@@ -7,12 +7,13 @@ from torch.library import custom_op
 
 from bft_ref import delta
 from bft_ref.delta import Activation, Normalised
+from bft_ref.fast.algebra import growth
 from bft_ref.fast.backward import by_plain_form, differentiated
 from bft_ref.support.derivatives import reverse_mode_only
 from bft_ref.support.numerics import at_least_float32, autocast_device
 
 
-def feed_forward_jacobian(
+def feed_forward_growth(
     x: Tensor,
     w_in: Tensor,
     b_in: Tensor | None,
@@ -25,7 +26,7 @@ def feed_forward_jacobian(
     exact: bool = True,
     token: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`bft_ref.delta.feed_forward_jacobian`, sooner on a CPU.
+    """:func:`bft_ref.delta.feed_forward_growth`, sooner on a CPU.
 
     For ReLU, GELU, SiLU and tanh it is one pass that keeps nothing but
     W₁x + b₁.
@@ -34,7 +35,7 @@ def feed_forward_jacobian(
     name = None if plain else delta.name_of(activation)
     autocast = torch.is_autocast_enabled(autocast_device(x))
     if name is None or x.dtype != w_in.dtype or autocast:
-        return delta.feed_forward_jacobian(
+        return delta.feed_forward_growth(
             *(x, w_in, b_in, w_out, b_out, activation, gated, dropout_p),
             *(norm, exact, token),
         )
@@ -59,35 +60,34 @@ def feed_forward_jacobian(
     if b_out is not None:
         output = output + b_out
     if norm is None:
-        return output, at_least_float32(j) / (x.shape[-1] if token else 1)
-    if exact:
-        outlier = norm.z * radial.view(x.shape) / x.shape[-1]
-        j = j - (outlier.sum(-1, True) if token else outlier)
-    return output, j / norm.scale / (x.shape[-1] if token else 1)
+        j = at_least_float32(j) / (x.shape[-1] if token else 1)
+        return output, delta.log_square(1 + j)
+    outlier = radial.view(x.shape) if exact else None
+    if not token:
+        return output, growth(j, outlier, norm)
+    if outlier is not None:
+        j = j - (norm.z * outlier).sum(-1, True) / x.shape[-1]
+    return output, delta.log_square(1 + j / norm.scale / x.shape[-1])
 
 
-def activation_and_slope(name: str, a: Tensor) -> tuple[Tensor, Tensor]:
-    """φ(a) and φ'(a), of GELU by PyTorch's own kernel."""
+def activated(
+    name: str, a: Tensor, bent: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """φ(a), φ'(a) and, if asked for, φ''(a): None where that is zero."""
     if name == "gelu":
-        ones = torch.ones_like(a)
-        return F.gelu(a), torch.ops.aten.gelu_backward(ones, a)
-    return delta.activation_and_slope(name, a)
-
-
-def curvature(
-    name: str, a: Tensor, value: Tensor, slope: Tensor
-) -> Tensor | None:
-    """φ''(a), None where it is zero almost everywhere."""
-    if name == "relu":
-        return None
+        slope = torch.ops.aten.gelu_backward(torch.ones_like(a), a)
+        if not bent:
+            return F.gelu(a), slope, None
+        square = a * a  # φ'' is the density times 2 − a²
+        curve = torch.exp(-0.5 * square).mul_((2 * torch.pi) ** -0.5)
+        return F.gelu(a), slope, curve.mul_(square.neg_().add_(2))
+    value, slope = delta.activation_and_slope(name, a)
+    if name == "relu" or not bent:
+        return value, slope, None
     if name == "tanh":
-        return -2 * value * slope
-    if name == "silu":  # s'(2 + a(1 − 2s)), s' = s(1 − s)
-        s = torch.sigmoid(a)
-        return s * (1 - s) * (2 + a - 2 * value)
-    square = a * a
-    density = torch.exp(-0.5 * square).mul_((2 * torch.pi) ** -0.5)
-    return density.mul_(square.neg_().add_(2))
+        return value, slope, -2 * value * slope
+    s = torch.sigmoid(a)  # silu: s'(2 + a(1 − 2s)), s' = s(1 − s)
+    return value, slope, s * (1 - s) * (2 + a - 2 * value)
 
 
 HIDDEN_BLOCK = 2**19  # hidden units at a time on a CPU
@@ -137,11 +137,13 @@ def _bent_feed_forward(
     first = x.new_empty(len(x), columns.shape[1])
     radial = x.new_empty(y.shape if shift is not None else (0, len(w_out)))
     for r in _row_blocks(len(x), len(w_in), x.device):
-        value, slope = activation_and_slope(activation, a[r])
-        y[r] = (value if keep is None else value * keep[r]) @ w_out.mT
-        first[r] = slope @ columns
+        value, slope, _ = activated(activation, a[r])
+        value = value if keep is None else value.mul_(keep[r])
+        torch.mm(value, w_out.mT, out=y[r])
+        torch.mm(slope, columns, out=first[r])
         if shift is not None:
-            radial[r] = slope.mul_(a[r] - shift) @ w_out.mT
+            distance = torch.sub(a[r], shift, out=value)
+            torch.mm(slope.mul_(distance), w_out.mT, out=radial[r])
     return y, first, radial, a
 
 
@@ -165,22 +167,21 @@ def bent_feed_forward_grad(
     grad_b_in = x.new_zeros(len(w_in))
     grad_columns, grad_shift = torch.zeros_like(columns), grad_b_in.clone()
     for r in _row_blocks(len(x), len(w_in), x.device):
-        value, slope = activation_and_slope(activation, a[r])
-        bent = curvature(activation, a[r], value, slope)
+        value, slope, bent = activated(activation, a[r], True)
         grad_value = grad_y[r] @ w_out
         if keep is not None:
-            value = value * keep[r]
+            value.mul_(keep[r])
             grad_value.mul_(keep[r])
         grad_w_out.addmm_(grad_y[r].mT, value)
         grad_columns.addmm_(slope.mT, grad_first[r])
-        grad_slope = grad_first[r] @ columns.mT
+        grad_slope = torch.mm(grad_first[r], columns.mT, out=value)
         if shift is not None:
             distance = a[r] - shift
             grad_product = grad_radial[r] @ w_out
-            grad_w_out.addmm_(grad_radial[r].mT, slope * distance)
             grad_slope.addcmul_(grad_product, distance)
             grad_value.add_(grad_product)
-            grad_shift -= (grad_product.mul_(slope)).sum(0)
+            grad_w_out.addmm_(grad_radial[r].mT, distance.mul_(slope))
+            grad_shift -= grad_product.mul_(slope).sum(0)
         grad_a = grad_value.mul_(slope)
         if bent is not None:
             grad_a.addcmul_(grad_slope, bent)
@@ -218,7 +219,7 @@ def _(gy, gf, gr, x, w_in, w_out, columns, shift, keep, a, activation):
 def _plain_feed_forward(x, w_in, b_in, w_out, columns, shift, keep, name):
     """The same four results by differentiable operations."""
     a = torch.addmm(b_in, x, w_in.mT)
-    value, slope = activation_and_slope(name, a)
+    value, slope, _ = activated(name, a)
     y = (value if keep is None else value * keep) @ w_out.mT
     radial = x.new_empty(0, w_out.shape[0])
     if shift is not None:

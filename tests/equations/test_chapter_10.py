@@ -20,7 +20,7 @@ from bft_ref import Belief, BFTConfig, BFTLayer
 from bft_ref.fast.attention import attend
 from bft_ref.fast.weighted_columns import weighted_columns
 from bft_ref.kriging import dispersion, kriging_weights
-from bft_ref.notebook.bench import StandardLayer, flops
+from bft_ref.notebook.timing import StandardLayer, flops
 from tests.equations import equation
 
 T, DH = 9, 6

@@ -18,7 +18,7 @@ from torch.func import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from bft_ref import Belief, delta
+from bft_ref import Belief, delta, fast
 from bft_ref.fast import feed_forward
 from bft_ref.fast import weighted_columns as columns
 from bft_ref.fast.attention import attend
@@ -33,7 +33,7 @@ def tensor(*shape, seed=0, scale=0.6):
 
 
 def network(name="gelu", *, norm=None, exact=True, token=False):
-    """feed_forward_jacobian of everything it depends on, as one number."""
+    """feed_forward_growth of everything it depends on, as one number."""
     activation, gated = delta.activation_function(
         {"elu": F.elu}.get(name, name)
     )
@@ -41,9 +41,9 @@ def network(name="gelu", *, norm=None, exact=True, token=False):
     def function(h, w_in, b_in, w_out, gamma, beta):
         normed, x = None, h
         if norm is not None:
-            normed = delta.normalise(h, gamma, beta, 1e-3, norm == "layernorm")
+            normed = fast.normalise(h, gamma, beta, 1e-3, norm == "layernorm")
             x = normed.output
-        y, j = delta.feed_forward_jacobian(
+        y, j = fast.feed_forward_growth(
             *(x, w_in, b_in, w_out, None, activation, gated, 0.0),
             *(normed, exact, token),
         )
@@ -282,7 +282,7 @@ def test_gradgradcheck_of_attention(implementation, masked, monkeypatch):
 @pytest.mark.parametrize("centred", [True, False])
 def test_gradgradcheck_of_normalise(centred):
     def function(x, gamma, beta):
-        norm = delta.normalise(x, gamma, beta, 1e-3, centred)
+        norm = fast.normalise(x, gamma, beta, 1e-3, centred)
         return norm.output, norm.scale
 
     leaves = [tensor(*s, seed=i) for i, s in enumerate([(2, 5), (5,), (5,)])]

@@ -11,7 +11,7 @@ from bft_ref import delta
 from bft_ref.delta import ACTIVATIONS
 from bft_ref.fast import feed_forward
 from bft_ref.fast import weighted_columns as columns
-from bft_ref.fast.feed_forward import activation_and_slope
+from bft_ref.fast.feed_forward import activated
 from bft_ref.fast.norm import LayerNorm
 
 F64 = torch.float64
@@ -69,9 +69,9 @@ def test_one_pass_equals_the_ffn_and_its_jacobian(
     n, x = normed()
     ffn = delta.feed_forward(x, *weights, activation, norm=n)
     jacobian = delta.jacobian_trace if token else delta.jacobian_diag
-    plain = ffn.output, jacobian(ffn, n, exact)
+    plain = ffn.output, delta.log_square(1 + jacobian(ffn, n, exact))
     n, x = normed()
-    quick = delta.feed_forward_jacobian(
+    quick = feed_forward.feed_forward_growth(
         x, *weights, activation, norm=n, exact=exact, token=token
     )
     torch.testing.assert_close(quick, plain, rtol=1e-11, atol=1e-12)
@@ -88,15 +88,17 @@ def test_dropout_thins_the_output_alone(small_blocks):
     torch.manual_seed(0)
     x = leaf(200, 6)
     weights = (leaf(9, 6), leaf(9), leaf(6, 9), None)
-    plain, j = delta.feed_forward_jacobian(x, *weights, F.gelu)
-    thinned, j_thinned = delta.feed_forward_jacobian(
+    plain, j = feed_forward.feed_forward_growth(x, *weights, F.gelu)
+    thinned, j_thinned = feed_forward.feed_forward_growth(
         x, *weights, F.gelu, dropout_p=0.5
     )
     torch.testing.assert_close(j_thinned, j, rtol=0, atol=0)
     assert (thinned - plain).abs().mean() > 0.05
     many = torch.stack(
         [
-            delta.feed_forward_jacobian(x, *weights, F.gelu, dropout_p=0.5)[0]
+            feed_forward.feed_forward_growth(
+                x, *weights, F.gelu, dropout_p=0.5
+            )[0]
             for _ in range(400)
         ]
     ).detach()
@@ -142,18 +144,17 @@ def test_scores_of_any_size_stay_finite(small_blocks):
 def test_slopes_and_curvatures_are_derivatives(name):
     torch.manual_seed(0)
     a = leaf(50, scale=2.0)
-    value, slope = activation_and_slope(name, a)
+    value, slope, none = activated(name, a)
+    assert none is None
     (first,) = torch.autograd.grad(value.sum(), a)
     torch.testing.assert_close(slope, first, rtol=1e-12, atol=1e-13)
-    kappa = feed_forward.curvature(
-        name, a.detach(), value.detach(), slope.detach()
-    )
+    kappa = activated(name, a.detach(), True)[2]
     if name == "relu":
         assert kappa is None
         return
     a2 = a.detach().requires_grad_()
     (once,) = torch.autograd.grad(
-        activation_and_slope(name, a2)[0].sum(),
+        activated(name, a2)[0].sum(),
         a2,
         create_graph=True,
     )

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from bft_ref.notebook import bench
+from benchmarks import layer as bench
+from bft_ref.notebook import timing
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_peak_memory_is_the_peak_and_not_the_sum():
             x = torch.ones(2**20)  # 4 MiB each, one at a time
             del x
 
-    assert bench.peak_memory(run, CPU) == pytest.approx(4, abs=0.1)
+    assert timing.peak_memory(run, CPU) == pytest.approx(4, abs=0.1)
 
 
 def test_ratios_are_medians_over_steps_beside_the_standard_layer(monkeypatch):
@@ -29,10 +29,10 @@ def test_ratios_are_medians_over_steps_beside_the_standard_layer(monkeypatch):
         (4.0, 1.0, 8.0, 6.0),
     ]
     times = iter([seconds for step in steps for seconds in step])
-    monkeypatch.setattr(bench, "_seconds", lambda *_: next(times))
+    monkeypatch.setattr(timing, "seconds", lambda *_: next(times))
     memory, work = iter([2.0, 5.0]), iter([10, 30])
-    monkeypatch.setattr(bench, "peak_memory", lambda *_: next(memory))
-    monkeypatch.setattr(bench, "flops", lambda *_: next(work))
+    monkeypatch.setattr(timing, "peak_memory", lambda *_: next(memory))
+    monkeypatch.setattr(timing, "flops", lambda *_: next(work))
     found = bench.measure(
         "1,2,4,2", CPU, torch.float32, 3, {"filter": bench.BFTConfig()}
     )
@@ -51,15 +51,15 @@ def test_training_goes_back_and_inference_keeps_no_graph():
         kept.append(2 * x)
         return (kept[-1],)
 
-    bench._inference(call)
+    timing.inference(call)
     assert x.grad is None and not kept[0].requires_grad
-    bench._training(call)
+    timing.training(call)
     assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_flops_of_a_product():
     a, b = torch.ones(3, 5), torch.ones(5, 7)
-    assert bench.flops(lambda: a @ b) == 2 * 3 * 5 * 7
+    assert timing.flops(lambda: a @ b) == 2 * 3 * 5 * 7
 
 
 @pytest.mark.parametrize("tokens", [64])
@@ -101,7 +101,7 @@ def test_flops_of_the_layers_are_those_of_the_text(tokens):
 
 
 def test_a_ratio_is_to_the_standard_layer():
-    layer = bench.StandardLayer(16, 2)
+    layer = timing.StandardLayer(16, 2)
     other = nn.TransformerEncoderLayer(
         16, 2, 64, 0.0, nn.functional.gelu, batch_first=True, norm_first=True
     ).eval()
@@ -120,25 +120,28 @@ def test_a_ratio_is_to_the_standard_layer():
     torch.testing.assert_close(layer(x), other(x, mask), rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_line(tmp_path):
+def test_the_command_line(tmp_path, capsys):
     out, drawing = tmp_path / "bench.json", tmp_path / "bench.png"
     options = ["--case", "2,8,16,2", "--repeats", "1", "--device", "cpu"]
-    done = CliRunner().invoke(
-        bench.app, [*options, "--json", str(out), "--plot", str(drawing)]
-    )
-    assert done.exit_code == 0, done.output
+    options += ["--json", str(out), "--plot", str(drawing)]
+    assert bench.main(options) == 0
     record = json.loads(out.read_text())
     assert record["dtype"] == "float32" and "thread" in record["device"]
     layers = [row["layer"] for row in record["rows"]]
     assert layers == ["standard", *bench.VARIANTS]
     assert all(row["training_ms"] > 0 for row in record["rows"])
     assert drawing.stat().st_size > 1000
+    assert "standard" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--case", "2,8,16"), ("--dtype", "int64")]
+    ("option", "value"),
+    [("--case", "2,8,16"), ("--dtype", "int64"), ("--repeats", "0")],
 )
-def test_a_bad_option_is_named(option, value):
-    done = CliRunner().invoke(bench.app, [option, value])
-    assert done.exit_code == 2
-    assert option in done.output and value in done.output
+def test_a_bad_option_is_named(option, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([option, value])
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert option.strip("-") in said.out + said.err
+    assert value in said.out + said.err
