@@ -523,6 +523,8 @@ def k_core(sequences: Sequences, k: int) -> Sequences:
 
 
 Format = Literal["s3rec", "letter", "movielens", "recbole", "amazon"]
+#: The public sets are s3rec, letter and recbole. The others are for a
+#: reader's own download: GroupLens' and Amazon's files as they are published.
 READERS: dict[str, Callable[..., Sequences]] = {
     "s3rec": read_s3rec,
     "letter": read_letter,
