@@ -5,6 +5,7 @@ from bft_ref.recsys.train.diagnostics import diagnose, interventions
 from bft_ref.recsys.train.losses import LOSSES, next_item_loss
 from bft_ref.recsys.train.trainer import (
     Fitted,
+    RunError,
     TrainConfig,
     evaluate,
     fit,
@@ -15,6 +16,7 @@ __all__ = [
     "LOSSES",
     "Batch",
     "Fitted",
+    "RunError",
     "TrainConfig",
     "diagnose",
     "evaluate",

@@ -42,6 +42,7 @@ from bft_ref.recsys.models import (
 from bft_ref.recsys.storage import as_fields
 from bft_ref.recsys.train.provenance import code_version, device_name
 from bft_ref.recsys.train.trainer import (
+    RunError,
     TrainConfig,
     asking,
     epochs_to_read,
@@ -231,7 +232,7 @@ def parse(arguments: Listed[str]) -> Run:
 def execute(command: Run) -> None:
     """Do what is asked, unless its very result is there already.
 
-    Raises: UsageError, which names the option, before any work is begun.
+    Raises: UsageError, which names the option, as early as that is known.
     """
     if command.threads < 0:
         raise UsageError(f"--threads: expected >= 0, got {command.threads}")
@@ -277,6 +278,8 @@ def execute(command: Run) -> None:
             result, rankings = _count(command, sequences, wanted)
     except DataError as error:
         raise UsageError(f"--data: {error}") from None
+    except RunError as error:
+        raise UsageError(str(error)) from None
     if not dist.is_initialized() or dist.get_rank() == 0:
         _write(result, rankings, command)
     if dist.is_initialized():

@@ -38,6 +38,10 @@ from bft_ref.recsys.train.provenance import (
 from bft_ref.support import checks
 
 
+class RunError(ValueError):
+    """A run that cannot begin, go on or be reported as it was asked for."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a model is fitted.
@@ -169,14 +173,14 @@ def fit(
     be compared after equal training. Under ``torchrun`` each batch is shared
     out among the processes.
 
-    Raises: ValueError for a checkpoint of another configuration, data or
+    Raises: RunError for a checkpoint of another configuration, data or
     number of processes, a model for another number of items, an epoch to be
     read that is not reached, or a loss that is no longer finite; DataError if
     no user has the three items that it takes to be asked.
     """
     read_at = epochs_to_read(read_at, config)
     if model_config.n_items != sequences.n_items:
-        raise ValueError(
+        raise RunError(
             f"n_items: expected {sequences.n_items}, those of the data; got "
             f"{model_config.n_items}"
         )
@@ -240,7 +244,7 @@ def fit(
     peak = peak_memory(device)  # before the analyses, which only filters have
     lost = [epoch for epoch in read_at if epoch not in state.kept]
     if lost:
-        raise ValueError(
+        raise RunError(
             f"read_at: expected epochs that were trained and kept, got {lost} "
             f"of a run of {state.epoch} epochs"
         )
@@ -295,10 +299,10 @@ def fit(
 
 
 def epochs_to_read(read_at: Iterable[int], config: TrainConfig) -> list[int]:
-    """In order, each once. Raises: ValueError for one beyond the last."""
+    """In order, each once. Raises: RunError for one beyond the last."""
     found = sorted(set(read_at))
     if not all(1 <= epoch <= config.epochs for epoch in found):
-        raise ValueError(
+        raise RunError(
             f"read_at: expected epochs in 1…{config.epochs}, got {found}"
         )
     return found
@@ -375,7 +379,7 @@ class _State:
         found = torch.load(path, map_location=device, weights_only=True)
         mine = json.dumps(self.identity, sort_keys=True)
         if found.pop("identity") != mine:
-            raise ValueError(
+            raise RunError(
                 f"checkpoint: {path} belongs to another configuration, "
                 "data file or number of processes; remove it or choose "
                 "another path"
@@ -431,7 +435,7 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
         dist.all_reduce(total)
     mean = float(total) / max(asked, 1)
     if not math.isfinite(mean):
-        raise ValueError(f"loss: expected a finite number, got {mean}")
+        raise RunError(f"loss: expected a finite number, got {mean}")
     return mean, steps
 
 

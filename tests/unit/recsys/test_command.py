@@ -206,6 +206,22 @@ def test_a_run_that_is_finished_is_not_made_again(invoke, data, tmp_path):
     assert output.read_bytes() == before
 
 
+def test_what_a_run_finds_out_later_is_a_line_too(invoke, data, tmp_path):
+    line = ["sasrec", "--data", data, *OPTIONS, "--epochs", "6"]
+    stopped = [*line, "--patience", "1", "--lr", "0.3", "--read-at", "6"]
+    found = invoke(*stopped)
+    assert found.status == 2
+    assert "error: read_at: expected epochs that were trained" in found.err
+    found = invoke(*line, "--lr", "1e30")
+    assert found.status == 2 and "error: loss: expected a fin" in found.err
+    checkpoint = ["--checkpoint", tmp_path / "run.pt"]
+    assert invoke(*line, *checkpoint).status == 0
+    found = invoke(*line, *checkpoint, "--seed", "1")
+    assert found.status == 2
+    assert "run.pt belongs to another configuration" in found.err
+    assert "Traceback" not in found.err
+
+
 FILES = ("output", "ranks", "checkpoint")
 
 

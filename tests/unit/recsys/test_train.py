@@ -896,6 +896,10 @@ def test_the_checksum_of_the_source_is_that_of_its_contents(
         source.write_text(text)
         sums.append(provenance.code_version()["source_sha256"])
     assert sums[0] == sums[2] != sums[1]
+    beside = tmp_path / "notebook" / "part.py"
+    beside.parent.mkdir()
+    beside.write_text("what only notebooks use is not in the sum")
+    assert provenance.code_version()["source_sha256"] == sums[0]
     source.rename(source.with_name("other.py"))
     assert provenance.code_version()["source_sha256"] != sums[0]
 
