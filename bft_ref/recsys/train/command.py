@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence as Listed
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -209,7 +209,7 @@ Command = (
 )
 
 
-def parse(arguments: Listed[str]) -> Run:
+def parse(arguments: Iterable[str]) -> Run:
     """The command that a command line asks for.
 
     Raises: SystemExit for what is none, told on stderr, and for ``--help``.
@@ -218,7 +218,7 @@ def parse(arguments: Listed[str]) -> Run:
         Command,
         prog="python -m bft_ref.recsys.train",
         description=ABOUT,
-        args=arguments,
+        args=list(arguments),
         config=(
             tyro.conf.OmitArgPrefixes,
             tyro.conf.OmitSubcommandPrefixes,
