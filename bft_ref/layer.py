@@ -302,7 +302,7 @@ class BFTLayer(nn.Module):
         )
         flat = moments.mean.transpose(1, 2).flatten(-2).to(x.dtype)
         innovation, w_out = apply(attn.out_proj, flat)
-        variance = reml.observation_variance(
+        variance = self.ways.observation_variance(
             moments.dispersion,
             moments.n_eff.unsqueeze(-1),
             self._prior_scale(
@@ -319,8 +319,7 @@ class BFTLayer(nn.Module):
                 variance = self._through_out_proj(variance, w_out, flat)
             if c.granularity == "token":
                 variance = variance.mean(-1, keepdim=True)
-        tiny = torch.finfo(variance.dtype).tiny
-        log_precision = -variance.clamp(min=tiny).log()
+        log_precision = self.ways.log_precision(variance)
         # an observation needs all its heads
         saw = (moments.n_eff > 0).all(1).unsqueeze(-1)
         log_precision = torch.where(saw, log_precision, -torch.inf)

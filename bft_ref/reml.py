@@ -116,6 +116,11 @@ def observation_variance(
     return s2.clamp(min=torch.finfo(s2.dtype).tiny)
 
 
+def log_precision(variance: Tensor) -> Tensor:
+    """−log of a variance, at least the smallest number of its dtype."""
+    return -variance.clamp(min=torch.finfo(variance.dtype).tiny).log()
+
+
 def precision_weights(
     weights: Tensor, log_token_precision: Tensor, visible: Tensor | None = None
 ) -> Tensor:

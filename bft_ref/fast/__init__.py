@@ -5,9 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bft_ref import delta, kalman
+from bft_ref import delta, kalman, reml
 from bft_ref.belief import Belief
-from bft_ref.fast.algebra import predict, update
+from bft_ref.fast.algebra import (
+    log_precision,
+    observation_variance,
+    predict,
+    update,
+)
 from bft_ref.fast.attention import Implementation, attend
 from bft_ref.fast.feed_forward import feed_forward_growth
 from bft_ref.fast.norm import normalise
@@ -19,6 +24,8 @@ class Steps(NamedTuple):
 
     attend: Callable[..., AttentionMoments]
     normalise: Callable[..., delta.Normalised]
+    observation_variance: Callable[..., Tensor]
+    log_precision: Callable[..., Tensor]
     update: Callable[..., tuple[Belief, Tensor]]
     feed_forward_growth: Callable[..., tuple[Tensor, Tensor]]
     predict: Callable[..., Tensor]
@@ -30,8 +37,18 @@ def steps(implementation: Implementation) -> Steps:
         return Steps(
             attend,
             delta.normalise,
+            reml.observation_variance,
+            reml.log_precision,
             kalman.update,
             delta.feed_forward_growth,
             delta.predict,
         )
-    return Steps(attend, normalise, update, feed_forward_growth, predict)
+    return Steps(
+        attend,
+        normalise,
+        observation_variance,
+        log_precision,
+        update,
+        feed_forward_growth,
+        predict,
+    )

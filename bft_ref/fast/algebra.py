@@ -1,7 +1,8 @@
-"""Update and prediction with few passes over memory, backward by hand.
+"""The algebra of precision with few passes, and a backward pass by hand.
 
-Each of the three keeps one tensor of the state's size for its backward pass,
-where the plain forms keep some twenty. They can be differentiated twice.
+Each function keeps no more of the state's size than it must for its backward
+pass, where the plain forms together keep some twenty. They can be
+differentiated twice.
 """
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from bft_ref import delta, kalman
+from bft_ref import delta, kalman, reml
 from bft_ref.belief import Belief
 from bft_ref.support import checks
 from bft_ref.support.derivatives import reverse_mode_only
@@ -42,6 +43,30 @@ def predict(
     if reverse_mode_only(*given):
         return delta.predict(*given)
     return Predict.apply(*map(at_least_float32, given))[0]
+
+
+def observation_variance(
+    dispersion: Tensor,
+    n_eff: Tensor,
+    prior_scale: Tensor,
+    prior_dof: float = 1.0,
+    reading: reml.Reading = "prediction",
+) -> Tensor:
+    """:func:`bft_ref.reml.observation_variance`, sooner."""
+    given = (dispersion, n_eff, prior_scale)
+    if reverse_mode_only(*given):
+        return reml.observation_variance(*given, prior_dof, reading)
+    checks.choice("reading", reading, reml.READINGS)
+    checks.number("prior_dof", prior_dof, 0.0)
+    tensors = map(at_least_float32, given)
+    return Variance.apply(*tensors, prior_dof, reading)
+
+
+def log_precision(variance: Tensor) -> Tensor:
+    """:func:`bft_ref.reml.log_precision`, which keeps its result alone."""
+    if reverse_mode_only(variance):
+        return reml.log_precision(variance)
+    return LogPrecision.apply(variance)
 
 
 def growth(
@@ -142,6 +167,77 @@ class Predict(Function):
             to_q = more if to_q is None else to_q + more
         to_log = to_q if grad is None else to_q + grad
         return _like((to_log, -to_log, to_q), ctx.inputs)
+
+
+class Variance(Function):
+    """A s₀² + B D, with A and B functions of n: (5.8) to (5.10)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def factors(n: Tensor, prior_dof: float, reading: str) -> list[Tensor]:
+        """A, B, and their slopes in n: none where a row saw nothing."""
+        n, more = torch.where(n < 1, 1.0, n), (n >= 1).to(n.dtype)
+        dof = prior_dof + n - 1
+        wider, slope = {
+            "prediction": ((n + 1) / n, -1 / n.square()),
+            "mean": (1 / n, -1 / n.square()),
+            "value": (torch.ones_like(n), torch.zeros_like(n)),
+        }[reading]
+        prior, data = prior_dof / dof, n / dof
+        slopes = (
+            slope * prior - wider * prior / dof,
+            slope * data + wider * (prior_dof - 1) / dof.square(),
+        )
+        return [wider * prior, wider * data, *(more * x for x in slopes)]
+
+    @staticmethod
+    def forward(
+        dispersion: Tensor,
+        n: Tensor,
+        prior_scale: Tensor,
+        prior_dof: float,
+        reading: str,
+    ) -> Tensor:
+        a, b, *_ = Variance.factors(n, prior_dof, reading)
+        found = torch.addcmul(a * prior_scale, b, dispersion)
+        return found.clamp_(min=torch.finfo(found.dtype).tiny)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.prior_dof, ctx.reading = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.inputs = _about(tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dispersion, n, prior_scale = ctx.saved_tensors
+        a, b, slope_a, slope_b = Variance.factors(
+            n, ctx.prior_dof, ctx.reading
+        )
+        along = torch.addcmul(slope_a * prior_scale, slope_b, dispersion)
+        found = (grad * b, grad * along, grad * a)
+        return *_like(found, ctx.inputs), None, None
+
+
+class LogPrecision(Function):
+    """−log of a variance, at least the smallest number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(variance: Tensor) -> Tensor:
+        tiny = torch.finfo(variance.dtype).tiny
+        return variance.clamp(min=tiny).log_().neg_()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (log,) = ctx.saved_tensors
+        return -grad * log.exp()
 
 
 class Growth(Function):

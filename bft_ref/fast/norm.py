@@ -25,7 +25,7 @@ def normalise(
         return delta.normalise(x, gamma, beta, eps, centred)
     w, power = shrink(at_least_float32(x))
     if centred:
-        z, scale, *_ = LayerNorm.apply(w, eps)
+        z, scale = LayerNorm.apply(w, eps)
     else:
         scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
         z = F.rms_norm(w, w.shape[-1:], eps=eps)
@@ -34,27 +34,27 @@ def normalise(
 
 
 class LayerNorm(torch.autograd.Function):
-    """z = (x − mean)/ς and ς, (..., 1); ∂ς/∂x = z/d."""
+    """z = (x − mean)/ς and ς, (..., 1), of which z alone is kept.
+
+    ∂ς/∂x = z/d, and ∂z/∂x takes off the parts along 1 and along z.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, eps: float) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         shape = x.shape[-1:]
-        z, mean, inverse = torch.native_layer_norm(x, shape, None, None, eps)
-        return z, inverse.reciprocal(), mean, inverse
+        z, _, inverse = torch.native_layer_norm(x, shape, None, None, eps)
+        return z, inverse.reciprocal()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        z, _, mean, inverse = output
-        ctx.save_for_backward(inputs[0], z, mean, inverse)
-        ctx.mark_non_differentiable(mean, inverse)
+        ctx.save_for_backward(*output)
 
     @staticmethod
-    def backward(ctx, grad_z, grad_scale, *_):
-        x, z, mean, inverse = ctx.saved_tensors
-        kernel = torch.ops.aten.native_layer_norm_backward
-        shape = x.shape[-1:]
-        needed = [True, False, False]
-        grad, *_ = kernel(grad_z, x, shape, mean, inverse, None, None, needed)
-        return torch.addcmul(grad, z, grad_scale / shape[0]), None
+    def backward(ctx, grad_z, grad_scale):
+        z, scale = ctx.saved_tensors
+        along = (grad_z * z).mean(-1, keepdim=True)
+        along = along / scale - grad_scale / z.shape[-1]
+        across = grad_z - grad_z.mean(-1, keepdim=True)
+        return torch.addcmul(across / scale, z, along, value=-1), None

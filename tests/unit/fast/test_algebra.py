@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bft_ref import Belief, delta, kalman
+from bft_ref import Belief, delta, kalman, reml
 from bft_ref.fast import algebra
 
 F64 = torch.float64
@@ -47,6 +47,32 @@ FORMS = {
         algebra.predict,
         delta.predict,
         [(2, 3, 1), (2, 3, 1), (1,)],
+    ),
+    **{
+        f"variance, {reading}": (
+            lambda d, n, s, r=reading: algebra.observation_variance(
+                d.exp(), 1 + (n / 10).exp(), s.exp(), 1.7, r
+            ),
+            lambda d, n, s, r=reading: reml.observation_variance(
+                d.exp(), 1 + (n / 10).exp(), s.exp(), 1.7, r
+            ),
+            [(2, 3, 4), (2, 3, 1), (2, 3, 4)],
+        )
+        for reading in reml.READINGS
+    },
+    "variance, contracted": (
+        lambda d, n, s: algebra.observation_variance(
+            d.exp(), 1 + (n / 10).exp(), s.exp()
+        ),
+        lambda d, n, s: reml.observation_variance(
+            d.exp(), 1 + (n / 10).exp(), s.exp()
+        ),
+        [(2, 3, 1)] * 3,
+    ),
+    "log precision": (
+        lambda v: algebra.log_precision(v.exp()),
+        lambda v: reml.log_precision(v.exp()),
+        [(2, 3, 4)],
     ),
     "growth": (
         lambda f, r, z, s: algebra.growth(f, r, norm(z, s.exp())),
@@ -168,3 +194,26 @@ def test_low_dtypes_keep_the_precision_wide():
     assert [g.dtype for g in grads] == [torch.bfloat16] * 2 + [
         torch.float32
     ] * 2
+
+
+@pytest.mark.parametrize("reading", reml.READINGS)
+@pytest.mark.parametrize("n", [0.0, 1.0])
+def test_the_variance_of_one_value_and_of_none(reading, n):
+    """The slope in n at its smallest is that of n; of nothing, it is none."""
+    d, s = leaves((3,), (3,))
+    count = torch.full((3,), n, dtype=F64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(
+            way(d.exp(), count, s.exp(), 0.8, reading).sum(), [d, count, s]
+        )
+        for way in (algebra.observation_variance, reml.observation_variance)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_variance_of_zero_is_the_smallest_number():
+    zero = torch.zeros(2, requires_grad=True)
+    found = algebra.log_precision(zero)
+    assert torch.equal(found, reml.log_precision(zero))
+    (grad,) = torch.autograd.grad(found.sum(), zero)
+    assert grad.isfinite().all()
