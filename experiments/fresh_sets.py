@@ -1,94 +1,79 @@
 """The runs of fresh-sets.md: train nine a set, then rank test items, once.
 
-    python experiments/fresh_sets.py --work /tmp/runs --data-dir my-data
+    python -m experiments.fresh_sets --work /tmp/runs --data-dir my-data
 
 An interrupted run goes on from its checkpoint in --work. Started twice, two
 runs go side by side.
 """
 
-import json
-import subprocess
-import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-from filelock import FileLock, Timeout
+import tyro
+
+from bft_ref.config import BFTConfig
+from bft_ref.recsys.train import TrainConfig
+from bft_ref.recsys.train.command import SASRecOptions, Train
+from experiments.runs import is_done, make
 
 OUTPUT = Path(__file__).parents[1] / "results" / "fresh"
 SETS = ("video-games", "arts")
-ARMS = {"plain": "", "bft": "--bft on", "tau-bias": "--tau-bias"}
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bft": {"bft": BFTConfig()},
+    "tau-bias": {"tau_bias": True},
+}
 SEEDS = (1, 2, 3)
-BUDGET = (
-    "--model sasrec --embedding-std 0.02 --epochs 80 --evaluate-every 2 "
-    "--patience 80 --read-at 40,80 --threads 1"
-)
+BUDGET = TrainConfig(epochs=80, evaluate_every=2, patience=80)
 
 
-def runs(data: str) -> dict[str, list[str]]:
-    """Name → arguments of ``python -m bft_ref.recsys.train``, seed by seed."""
+def runs(data: str) -> dict[str, Train[SASRecOptions]]:
+    """Each run by its name, seed by seed; none looks at the test items."""
     return {
-        f"{data}-sasrec-{arm}-s{seed}": (
-            f"--data {data} --seed {seed} {BUDGET} {ARMS[arm]}".split()
+        f"{data}-sasrec-{arm}-s{seed}": Train(
+            data=data,
+            model=SASRecOptions(embedding_std=0.02, **ARMS[arm]),
+            train=replace(BUDGET, seed=seed),
+            read_at=(40, 80),
+            threads=1,
         )
         for seed, arm in product(SEEDS, ARMS)
     }
 
 
-def is_done(name: str, part: str) -> bool:
-    """Whether the stored result ranks ``part``."""
-    path = OUTPUT / f"{name}.json"
-    return path.is_file() and part in json.loads(path.read_text("utf8"))
+def main(work: Path, data_dir: Path | None = None) -> None:
+    """Make the runs that are missing, set by set.
+
+    Args:
+        work: For checkpoints and logs; keep it.
+        data_dir: Where the data sets are; by default BFT_DATA.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    for data in SETS:
+        train(runs(data), work, data_dir)
+    for data in SETS:
+        trained = runs(data)
+        if all(
+            is_done(OUTPUT / f"{n}.json", run) for n, run in trained.items()
+        ):
+            tested = {
+                name: replace(run, evaluate_test=True)
+                for name, run in trained.items()
+            }
+            train(tested, work, data_dir)
 
 
 def train(
-    name: str, arguments: list[str], work: Path, data_dir: str | None
+    asked: dict[str, Train[SASRecOptions]], work: Path, data_dir: Path | None
 ) -> None:
-    """One run, unless another process has it in hand."""
-    part = "test" if "--final" in arguments else "validation"
-    lock = FileLock(work / f"{name}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return
-    with lock:
-        if is_done(name, part):
-            return
-        output = work / f"{name}-{part}.json"
-        command = [sys.executable, "-m", "bft_ref.recsys.train", *arguments]
-        command += ["--output", str(output), "--quiet"]
-        command += ["--checkpoint", str(work / f"{name}.pt")]
-        command += ["--data-dir", data_dir] if data_dir else []
-        with open(work / f"{name}.log", "a") as log:
-            done = subprocess.run(command, stdout=log, stderr=log)
-        print(f"{name}, {part}: exit {done.returncode}", flush=True)
-        if done.returncode == 0:
-            OUTPUT.mkdir(parents=True, exist_ok=True)
-            (OUTPUT / f"{name}.json").write_bytes(output.read_bytes())
-
-
-def main(
-    work: Annotated[
-        Path, typer.Option(help="For checkpoints and logs; keep it.")
-    ],
-    data_dir: Annotated[
-        str | None,
-        typer.Option(envvar="BFT_DATA", help="Where the data sets are."),
-    ] = None,
-) -> None:
-    """Make the runs that are missing, set by set."""
-    work.mkdir(parents=True, exist_ok=True)
-    for data in SETS:
-        for name, arguments in runs(data).items():
-            if not is_done(name, "validation"):
-                train(name, arguments, work, data_dir)
-    for data in SETS:
-        if all(is_done(name, "validation") for name in runs(data)):
-            for name, arguments in runs(data).items():
-                if not is_done(name, "test"):
-                    train(name, [*arguments, "--final"], work, data_dir)
+    """Make those that are missing."""
+    for name, run in asked.items():
+        result = OUTPUT / f"{name}.json"
+        if not is_done(result, run):
+            make(run, result, work, data_dir)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    tyro.cli(main, config=(tyro.conf.DisallowNone,))

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from bft_ref.recsys import fields
+from bft_ref.recsys.data.sequences import SplitName
 from bft_ref.recsys.metrics import Difference, Ranking, paired_bootstrap
 from bft_ref.support.checks import choice
 
@@ -40,7 +42,7 @@ def names() -> list[str]:
 
 @cache
 def load(name: str) -> Run:
-    """One stored file, by its name without ``.json``.
+    """One stored file, by its name without ``.json``, in today's words.
 
     Raises: FileNotFoundError that names the runs there are.
     """
@@ -50,46 +52,47 @@ def load(name: str) -> Run:
             f"name: expected a stored run out of {', '.join(names())}; "
             f"got {name!r}"
         )
-    return json.loads(path.read_text("utf8"))
+    found = json.loads(path.read_text("utf8"))
+    return fields.of_today(found) if "model" in found else found
 
 
 def runs(
     data: str,
     variant: str,
     model: str = "sasrec",
-    part: str = "validation",
+    split: SplitName = "validation",
 ) -> list[Run]:
-    """A variant's runs that ranked ``part``, by seed; [] if there are none."""
+    """A variant's runs that ranked a split, by seed; [] if there are none."""
     form = re.compile(re.escape(f"{data}-{model}-{variant}") + r"-s(\d+)")
     matches = (form.fullmatch(name) for name in names())
     found = {int(m[1]): m[0] for m in matches if m}
     each = (load(found[seed]) for seed in sorted(found))
-    return [run for run in each if part in run]
+    return [run for run in each if split in run]
 
 
 def of_users(
     runs: list[Run],
-    part: str = "validation",
+    split: SplitName = "validation",
     metric: str = "NDCG",
     stratum: tuple[str, int] | None = None,
     k: int = 10,
 ) -> NDArray[np.float64]:
     """HR@k or NDCG@k of each user and run, (runs, users).
 
-    ``part`` is ``validation`` or ``test``; ``stratum`` is a kind
+    ``stratum`` is a kind
     (``frequency`` of the target, or ``history``) and a quartile 0…3.
-    Raises: ValueError for no runs, runs that have no such part, another
+    Raises: ValueError for no runs, runs that lack the split, another
     metric or stratum, or a k beyond the ranks that were kept.
     """
     choice("metric", metric, ("HR", "NDCG"))
-    if not runs or any(part not in run for run in runs):
+    if not runs or any(split not in run for run in runs):
         raise ValueError(
-            f"runs: expected at least one run, each with {part!r}, got "
+            f"runs: expected at least one run, each with {split!r}, got "
             f"{[sorted(set(run) & {'validation', 'test'}) for run in runs]}"
         )
     rows = []
     for run in runs:
-        top = run[part]["top"]
+        top = run[split]["top"]
         if not 1 <= k <= top["k"]:
             raise ValueError(f"k: expected 1 to {top['k']}, got {k!r}")
         ranking = Ranking.from_top(top)
@@ -104,7 +107,7 @@ def of_users(
         raise ValueError(
             f"stratum: expected a quartile 0 to 3, got {quartile!r}"
         )
-    strata = load(f"{runs[0]['data']['name']}-strata")[part][kind]
+    strata = load(f"{runs[0]['data']['name']}-strata")[split][kind]
     member = np.array(list(strata["of_user"])) == str(quartile)
     return values[:, member]
 
@@ -112,7 +115,7 @@ def of_users(
 def difference(
     a: list[Run],
     b: list[Run],
-    part: str = "validation",
+    split: SplitName = "validation",
     metric: str = "NDCG",
     stratum: tuple[str, int] | None = None,
 ) -> Difference:
@@ -130,7 +133,8 @@ def difference(
         )
     a, b = ([side[seed] for seed in seeds] for side in (one, other))
     return paired_bootstrap(
-        of_users(a, part, metric, stratum), of_users(b, part, metric, stratum)
+        of_users(a, split, metric, stratum),
+        of_users(b, split, metric, stratum),
     )
 
 

@@ -220,13 +220,13 @@ def evaluate(split: Split, score: Scorer, *, chunk: int = 512) -> Ranking:
     order = np.argsort(split.history.lengths, kind="stable")
     found = Ranking(*(np.zeros(n, dtype=np.int64) for _ in range(3)))
     for start in range(0, n, chunk):
-        part = order[start : start + chunk]
+        users = order[start : start + chunk]
         ranked = rank(
-            score(part), split.target[part], split.history.take(part)
+            score(users), split.target[users], split.history.take(users)
         )
-        found.above[part] = ranked.above
-        found.tied[part] = ranked.tied
-        found.candidates[part] = ranked.candidates
+        found.above[users] = ranked.above
+        found.tied[users] = ranked.tied
+        found.candidates[users] = ranked.candidates
     return found
 
 
@@ -329,10 +329,10 @@ def report(
     _same_users(split, ranking)
     found: dict = {"users": len(split.target), **ranking.summary(ks, ties)}
     for kind, label, mask in strata(split):
-        part = ranking.take(mask).summary((10,), ties)
+        means = ranking.take(mask).summary((10,), ties)
         found.setdefault(kind, {})[label] = {
             "users": int(mask.sum()),
-            **{name: value for name, value in part.items() if mask.any()},
+            **{name: value for name, value in means.items() if mask.any()},
         }
     return found | {"top": ranking.top(max(ks))}
 
@@ -424,7 +424,7 @@ def popularity(split: Split) -> Scorer:
     """Score an item by how often it was seen in training: no sequence."""
     scores = torch.as_tensor(split.frequency, dtype=torch.float64)
     scores[0] = -torch.inf
-    return lambda part: scores.expand(len(part), -1)
+    return lambda user_indices: scores.expand(len(user_indices), -1)
 
 
 def item_knn(
@@ -441,9 +441,9 @@ def item_knn(
     if not 0 <= shrink < np.inf:
         raise ValueError(f"shrink: expected a number >= 0, got {shrink!r}")
     training = split.training
-    seen = _incidence(training)
-    seen.data[:] = 1
-    together = (seen.T @ seen).tocsr()
+    met = _incidence(training)
+    met.data[:] = 1
+    together = (met.T @ met).tocsr()
     norm = np.sqrt(together.diagonal())
     together.setdiag(0)
     together.eliminate_zeros()
@@ -460,8 +460,8 @@ def item_knn(
     )
     history = _incidence(split.history)
 
-    def score(part):
-        return (history[part] @ nearest).toarray()
+    def score(user_indices):
+        return (history[user_indices] @ nearest).toarray()
 
     return score
 

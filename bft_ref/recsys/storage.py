@@ -9,17 +9,22 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import numpy as np
 import torch
 
-from bft_ref.recsys.models import ModelConfig, Recommender, build
+from bft_ref.recsys.fields import VERSION, of_storage, readable
+from bft_ref.recsys.models import MODELS, Recommender, build
 from bft_ref.support import checks
 
 Config = TypeVar("Config")
-#: of both formats: raised when an older reader would read a newer file wrongly
-VERSION = 1
 KIND = "bft_ref recommender"
 
 
+def as_fields(config: Any) -> dict[str, Any]:
+    """A configuration's fields as JSON has them, with its model's name."""
+    named = {"model": config.model} if hasattr(config, "model") else {}
+    return json.loads(json.dumps(named | asdict(config), allow_nan=False))
+
+
 def to_json(config: Any) -> str:
-    """A configuration (ModelConfig, TrainConfig, BFTConfig) with all fields.
+    """A configuration (SASRecConfig, TrainConfig, …) with all its fields.
 
     Its defaults may change in a later version: they are written too.
     """
@@ -34,28 +39,28 @@ def to_json(config: Any) -> str:
 def from_json(kind: type[Config], text: str) -> Config:
     """The configuration of class ``kind`` that :func:`to_json` wrote.
 
-    A field that is missing, since it was added later, has its default.
+    A field that is missing, since it was added later, has its default. What
+    0.1.0 wrote is read too, as :mod:`bft_ref.recsys.fields` says.
     Raises: ValueError for text that is no such JSON, another kind, a newer
     version, an unknown field or a bad value; TypeError for a field of another
     type.
     """
+    return _from_json((kind,), text)
+
+
+def _from_json(kinds: tuple[type[Config], ...], text: str) -> Config:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"text: expected JSON, got {error}") from None
     if not isinstance(content, dict) or "fields" not in content:
         raise ValueError("text: expected what to_json wrote, got other JSON")
-    checks.choice("kind", content.get("kind", ""), (kind.__name__,))
-    _readable(content.get("version"))
-    return _revived(kind, content["fields"])
-
-
-def _readable(version: Any) -> None:
-    if version not in range(1, VERSION + 1):
-        raise ValueError(
-            f"version: expected at most {VERSION}, got {version!r}; the "
-            "bft_ref that wrote it can read it"
-        )
+    readable(content.get("version"))
+    if content["version"] < VERSION:
+        content = of_storage(content)
+    named = {kind.__name__: kind for kind in kinds}
+    kind = checks.choice("kind", content.get("kind", ""), named)
+    return _revived(named[kind], content["fields"])
 
 
 def _revived(kind: type, given: Any) -> Any:
@@ -122,8 +127,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Recommender:
             f"path: expected a file of bft_ref.recsys.storage.save, got "
             f"{path}, which holds something else"
         )
-    _readable(content.get("version"))
-    config = from_json(ModelConfig, content["config"])
+    readable(content.get("version"))
+    config = _from_json(tuple(MODELS), content["config"])
     weights = content["weights"]
     with torch.random.fork_rng(devices=[]):
         # the weights hold what was made of the frequencies

@@ -35,7 +35,7 @@ import importlib.util
 
 if importlib.util.find_spec("bft_ref") is None:
     book = "git+https://github.com/{slug}@{ref}"
-    %pip install -q "bft_ref[oracles] @ $book"
+    %pip install -q "bft_ref[oracles,recommend] @ $book"
 
 import torch
 

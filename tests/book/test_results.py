@@ -80,6 +80,14 @@ def test_the_repository_has_the_strata_of_its_runs():
             assert values.mean() == pytest.approx(found["NDCG@10"])
 
 
+def test_a_run_is_read_in_todays_words():
+    """Its file has 0.1.0's."""
+    run = results.load("lastfm-sasrec-bft-s1")
+    assert run["model"]["d_model"] == 64 and run["train"]["batch_size"] == 32
+    assert len(run["diagnostics"]["layers"]) == run["model"]["num_layers"]
+    assert "anatomy" not in run
+
+
 def test_names_are_those_of_trained_models(stored):
     assert results.names() == sorted(RANKS)
 
@@ -98,7 +106,7 @@ def test_runs_of_a_variant_are_only_its_own(stored):
     assert seeds("toy", "bft") == [0, 2]  # and not bft-value
     assert seeds("toy", "bft-value") == [0]
     assert seeds("toy", "plain", model="hstu") == [0]
-    assert seeds("toy", "plain", part="test") == [1]
+    assert seeds("toy", "plain", split="test") == [1]
     assert seeds("toy", "never") == [] == seeds("boys", "plain")
 
 

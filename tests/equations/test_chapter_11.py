@@ -17,7 +17,7 @@ from scipy import stats
 from bft_ref import Belief, BFTConfig, BFTLayer, delta
 from bft_ref.kriging import kriging_attention, kriging_weights
 from bft_ref.notebook.examples import engel
-from bft_ref.recsys.models.base import ModelConfig
+from bft_ref.recsys.models import HSTUConfig, HSTUFilter
 from bft_ref.recsys.models.hstu import HSTULayer
 from bft_ref.reml import (
     observation_variance,
@@ -413,14 +413,13 @@ def test_the_norm_forgets_the_scale_of_the_weights():
 
 def hstu_layer(length=12):
     torch.manual_seed(18)
-    config = ModelConfig(
+    config = HSTUConfig(
         n_items=5,
-        model="hstu",
-        d=8,
-        heads=2,
-        length=length,
+        d_model=8,
+        nhead=2,
+        max_length=length,
         dropout=0.0,
-        bft=BFTConfig(process_noise=0.3),
+        bft=HSTUFilter(process_noise=0.3),
     )
     layer = HSTULayer(config).double().eval()
     with torch.no_grad():
@@ -439,7 +438,7 @@ def hstu_layer(length=12):
 def test_what_hstu_observes():
     """Token by token; the norm's variance from its full Jacobian."""
     layer, belief, relative = hstu_layer()
-    _, trace = layer(belief, relative, True)
+    _, trace = layer.step(belief, relative)
     h = belief.mean[0]
     inner = layer.uvqk(F.layer_norm(h, (8,), eps=1e-6))
     u, v, q, k = F.silu(inner).chunk(4, -1)
@@ -481,7 +480,7 @@ def test_what_hstu_observes():
 )
 def test_hstu_predicts_with_process_noise_alone():
     layer, belief, relative = hstu_layer()
-    out, trace = layer(belief, relative, True)
+    out, trace = layer.step(belief, relative)
     seen = trace.log_observation_precision.exp()
     expected = 1 / (1 / (belief.precision + seen) + 0.3)
     torch.testing.assert_close(out.precision, expected, rtol=1e-6, atol=0)
@@ -494,6 +493,6 @@ def test_the_length_that_divides_the_weights_leaves_the_gain():
         layer, belief, relative = hstu_layer()
         with torch.no_grad():
             layer.uvqk.weight.mul_(3)  # makes the norm's ε small
-        layer.config = dataclasses.replace(layer.config, length=length)
-        gains.append(layer(belief, relative, True)[1].gain)
+        layer.config = dataclasses.replace(layer.config, max_length=length)
+        gains.append(layer.step(belief, relative)[1].gain)
     torch.testing.assert_close(*gains, rtol=1e-6, atol=0)

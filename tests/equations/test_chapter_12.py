@@ -26,8 +26,7 @@ from bft_ref import (
 from bft_ref.delta import predict
 from bft_ref.kriging import kriging_attention
 from bft_ref.notebook.examples import gravity, schools
-from bft_ref.recsys.models.base import ModelConfig
-from bft_ref.recsys.models.sasrec import SASRec
+from bft_ref.recsys.models import SASRec, SASRecConfig
 from tests.equations import equation
 
 Q = 50.0
@@ -308,14 +307,16 @@ def test_the_scale_of_precision_cancels(c):
 
 def test_an_unread_item_has_no_precision_in_the_network():
     torch.manual_seed(6)
-    config = ModelConfig(n_items=9, d=8, ffn=16, dropout=0.0, bft=BFTConfig())
+    config = SASRecConfig(
+        n_items=9, d_model=8, dim_feedforward=16, dropout=0.0, bft=BFTConfig()
+    )
     model = SASRec(config).eval()
     history = torch.tensor([[3, 5, 3, 8]])
     table = model.tau.learned.log_precision.weight
 
     def scores():
-        h = model.head(model(history))
-        weight, bias = model.keys()
+        h = model.query(model(history))
+        weight, bias = model.item_embeddings()
         out = h @ weight.T
         return out if bias is None else out + bias
 

@@ -19,7 +19,7 @@ from scipy import stats
 from bft_ref import BFTConfig
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data import Sequences
-from bft_ref.recsys.models import ModelConfig, SASRec
+from bft_ref.recsys.models import SASRec, SASRecConfig
 from bft_ref.recsys.train import next_item_loss
 from bft_ref.recsys.train.diagnostics import _constant_gains
 from tests.equations import equation
@@ -34,15 +34,17 @@ from tests.equations import equation
 def test_a_score_is_a_class_of_gaussians():
     """A model's own scores, and scipy's densities of its items."""
     torch.manual_seed(1)
-    config = ModelConfig(n_items=11, d=6, heads=2, ffn=12, dropout=0.0)
+    config = SASRecConfig(
+        n_items=11, d_model=6, nhead=2, dim_feedforward=12, dropout=0.0
+    )
     model = SASRec(config).double().eval()
     with torch.no_grad():
         model.items.weight.mul_(2.5)
     items = torch.tensor([[3, 5, 3, 8]])
     found = model.scores(items)[0, 1:].softmax(0).numpy()
     with torch.no_grad():
-        h = model.head(model(items))[0, -1].numpy()
-    places = model.keys()[0][1:12].detach().numpy()
+        h = model.query(model(items))[0, -1].numpy()
+    places = model.item_embeddings()[0][1:12].detach().numpy()
     prior = np.exp((places**2).sum(1) / 2)
     density = [stats.multivariate_normal(v, 1.0).pdf(h) for v in places]
     posterior = prior * density / (prior * density).sum()
@@ -185,13 +187,20 @@ def test_a_hit_among_sampled_negatives(C, m, k, r):
     assert_allclose(law.cdf(k - 1), formula, rtol=1e-12)
 
 
-SMALL = ModelConfig(n_items=20, d=8, heads=2, ffn=16, layers=1, dropout=0.0)
+SMALL = SASRecConfig(
+    n_items=20,
+    d_model=8,
+    nhead=2,
+    dim_feedforward=16,
+    num_layers=1,
+    dropout=0.0,
+)
 
 
 def pair(layers=1, source="unit"):
     """A plain model with a constant gate, a filter with its weights."""
     torch.manual_seed(3)
-    config = replace(SMALL, layers=layers)
+    config = replace(SMALL, num_layers=layers)
     plain = SASRec(replace(config, gate="constant", gate_value=0.3))
     config = replace(config, bft=BFTConfig(), tau=source)
     filtered = SASRec(config, frequency=np.arange(21) ** 2)
@@ -243,7 +252,7 @@ def test_a_constant_gain_is_a_scaled_branch():
 def test_a_constant_folds_into_the_projection(gate):
     items = torch.tensor([[3, 1, 7, 7, 12, 19]])
     torch.manual_seed(4)
-    config = replace(SMALL, layers=2)
+    config = replace(SMALL, num_layers=2)
     gated = SASRec(replace(config, gate=gate, gate_value=0.3)).double()
     folded = SASRec(config).double()
     for p in gated.parameters():

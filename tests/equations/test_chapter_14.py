@@ -24,7 +24,13 @@ from bft_ref import (
 )
 from bft_ref.notebook.examples import nile
 from bft_ref.recsys.data import simulate
-from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.models import (
+    BERT4RecConfig,
+    HSTUConfig,
+    HSTUFilter,
+    SASRecConfig,
+    build,
+)
 from bft_ref.recsys.train import training_batches
 from tests.equations import equation
 
@@ -111,8 +117,8 @@ def test_how_often_the_masks_ask_the_tests_question(r):
     for _ in range(20):
         for batch in training_batches(
             sequences,
-            length=n,
-            size=100,
+            max_length=n,
+            batch_size=100,
             rng=rng,
             mask_id=31,
             mask_rate=rho,
@@ -203,13 +209,12 @@ def fresh_loss_of_gain(d, heads, N, t, seed, bft, shrink):
     """1 − K of a new layer, or a new plain layer's own e²; σ shrunk."""
     torch.manual_seed(seed)
     model = build(
-        ModelConfig(
+        HSTUConfig(
             n_items=500,
-            model="hstu",
-            d=d,
-            heads=heads,
-            length=N,
-            layers=1,
+            d_model=d,
+            nhead=heads,
+            max_length=N,
+            num_layers=1,
             dropout=0.0,
             bft=bft,
             tau_start=1.0 if bft is None else 0.5,
@@ -223,7 +228,7 @@ def fresh_loss_of_gain(d, heads, N, t, seed, bft, shrink):
         if bft is None:
             e = model(items) - model.embed(items) - model.layers[0].out.bias
             return e[:, -1].square().mean().item()
-        gain = model(items, trace=True)[1][0].gain
+        gain = model.steps(items)[1][0].gain
         return (1 - gain[:, -1]).mean().item()
 
 
@@ -254,7 +259,7 @@ def test_the_gain_of_a_fresh_hstu(shape):
         drawn = np.array(drawn) / formula
         return drawn.mean(), drawn.std() / len(drawn) ** 0.5
 
-    claimed, error = measured(BFTConfig())
+    claimed, error = measured(HSTUFilter())
     assert error < 0.015
     assert abs(claimed - 0.5) < 4 * error
     branch, error = measured(None)
@@ -268,7 +273,7 @@ def test_the_gain_of_a_fresh_hstu(shape):
 def test_the_gain_at_hstus_published_start(shape):
     """Left out: about a factor 1 + 3dσ²/4 for each of U, V, Q and K."""
     formula = 0.5 * fresh_formula(*shape, 0.02)
-    bft = BFTConfig()
+    bft = HSTUFilter()
     drawn = [fresh_loss_of_gain(*shape, i, bft, 1.0) for i in range(32)]
     assert 0.88 < np.mean(drawn) / formula < 1.12
 
@@ -277,19 +282,24 @@ def test_the_gain_at_hstus_published_start(shape):
     "14.7",
     r"\frac{\partial\,\mathrm{scores}}{\partial \log Q_L} = 0",
 )
-@pytest.mark.parametrize("name", ["sasrec", "bert4rec", "hstu"])
-def test_the_last_process_noise_does_nothing(name):
+@pytest.mark.parametrize(
+    "kind, bft",
+    [
+        (SASRecConfig, BFTConfig(process_noise=0.4)),
+        (BERT4RecConfig, BFTConfig(process_noise=0.4)),
+        (HSTUConfig, HSTUFilter(process_noise=0.4)),
+    ],
+)
+def test_the_last_process_noise_does_nothing(kind, bft):
     torch.manual_seed(7)
     model = build(
-        ModelConfig(
+        kind(
             n_items=20,
-            model=name,
-            d=16,
-            ffn=24,
-            length=8,
-            layers=3,
+            d_model=16,
+            max_length=8,
+            num_layers=3,
             dropout=0.0,
-            bft=BFTConfig(process_noise=0.4),
+            bft=bft,
             tau_start=0.5,
         )
     ).double()
@@ -298,10 +308,10 @@ def test_the_last_process_noise_does_nothing(name):
             if "uvqk.weight" in key:
                 p.mul_(20)
     items = torch.tensor([[3, 7, 1, 12], [5, 2, 9, 4]])
-    asked, _ = model.question(items)
+    asked, _ = model.evaluation_inputs(items)
     hidden = model(asked)[:, (asked > 0).sum(1)[0] - 1]
-    keys, bias = model.keys()
-    F.linear(model.head(hidden), keys, bias).square().sum().backward()
+    keys, bias = model.item_embeddings()
+    F.linear(model.query(hidden), keys, bias).square().sum().backward()
     noises = [
         p for key, p in model.named_parameters() if "log_process_noise" in key
     ]
@@ -345,12 +355,11 @@ def test_the_first_loss_of_a_cosine_head(d, theta, items):
     assert abs(loss.mean().item() - formula - fourth) < 4 * error
 
     model = build(
-        ModelConfig(
+        HSTUConfig(
             n_items=items,
-            model="hstu",
-            d=d,
-            heads=2,
-            length=6,
+            d_model=d,
+            nhead=2,
+            max_length=6,
             temperature=theta,
             dropout=0.0,
         )

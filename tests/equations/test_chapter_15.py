@@ -16,7 +16,7 @@ from scipy import integrate, optimize, special, stats
 
 from bft_ref import BFTConfig, kalman
 from bft_ref.recsys.data import Sequences, simulate
-from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.models import SASRecConfig, build
 from bft_ref.recsys.train import TrainConfig, fit
 from tests.equations import equation
 
@@ -128,13 +128,13 @@ def test_another_popularity_tilts_the_answer():
 
 
 def filter_of(n_items, **given):
-    return ModelConfig(
+    return SASRecConfig(
         n_items=n_items,
-        d=8,
-        ffn=16,
-        layers=2,
-        heads=2,
-        length=6,
+        d_model=8,
+        dim_feedforward=16,
+        num_layers=2,
+        nhead=2,
+        max_length=6,
         dropout=0.0,
         bft=BFTConfig(),
         **given,
@@ -196,7 +196,7 @@ def test_an_item_in_no_input_keeps_its_tau(loss):
     model = fit(
         sequences,
         config,
-        TrainConfig(loss=loss, negatives=32, epochs=2, batch=16),
+        TrainConfig(loss=loss, num_negatives=32, epochs=2, batch_size=16),
         device="cpu",
         progress=False,
     ).model

@@ -1,85 +1,160 @@
-"""The grid of real runs: its commands, and the stored runs made by them."""
+"""The grid of real runs: its recipes, and the stored runs made by them."""
 
 import ast
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
-from typer.testing import CliRunner
 
+import experiments.fresh_sets
 import experiments.grid
+import experiments.runs
 from bft_ref.notebook import results
-from bft_ref.recsys.train import __main__ as command_line
+from bft_ref.recsys import fields
+from bft_ref.recsys.data import simulate
+from bft_ref.recsys.storage import as_fields
+from bft_ref.recsys.train import TrainConfig
+from bft_ref.recsys.train.command import (
+    Popularity,
+    SASRecOptions,
+    Train,
+    parse,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Options that some stored runs are older than, and what they did then.
-SINCE = {"embedding_std": None}
 
 
 @pytest.fixture(scope="module")
 def grid():
-    """Names and arguments of the runs, in order."""
-    return dict(experiments.grid.grid())
+    """The runs by name, in order."""
+    return experiments.grid.grid()
 
 
-def configured(arguments, monkeypatch, n_items):
-    """What the command line would train, as JSON has it."""
-    seen = {}
-
-    def fit(sequences, model, train, *, final, **_):
-        seen.update(model=asdict(model), train=asdict(train), final=final)
-        return SimpleNamespace(result={}, rankings={})
-
-    data = SimpleNamespace(n_items=n_items, describe=dict)
-    monkeypatch.setattr(command_line, "fit", fit)
-    monkeypatch.setattr(command_line, "load", lambda *_, **__: data)
-    done = CliRunner().invoke(command_line.app, [*arguments, "--threads", "0"])
-    assert done.exit_code == 0, done.output
-    return json.loads(json.dumps(seen))
+@pytest.fixture(scope="module")
+def fresh():
+    """The runs of the confirmation by name."""
+    found = {}
+    for data in experiments.fresh_sets.SETS:
+        found |= experiments.fresh_sets.runs(data)
+    return found
 
 
-def trained(grid):
-    return {
-        name: arguments
-        for name, arguments in grid.items()
-        if not name.endswith(("popularity", "item-knn"))
+def configured(run, n_items=100):
+    """What a run would train, as results have it."""
+    data = SimpleNamespace(n_items=n_items)
+    model = run.model.of(run.data, data)
+    return {"model": as_fields(model), "train": as_fields(run.train)}
+
+
+def trained(runs):
+    return {name: run for name, run in runs.items() if isinstance(run, Train)}
+
+
+def test_every_run_of_the_grid_can_be_trained(grid, fresh):
+    runs = trained(grid) | fresh
+    models = {
+        json.dumps([run.data, configured(run)], sort_keys=True)
+        for run in runs.values()
     }
+    assert len(models) == len(runs)  # no run is asked for twice
+    baselines = [name for name in grid if name not in runs]
+    assert len(baselines) == 2 * len(experiments.grid.SETS)
+    for name in baselines:
+        run = grid[name]
+        assert name == f"{run.data}-{run.name}" and run.evaluate_test
 
 
-def test_every_command_of_the_grid_is_understood(grid, monkeypatch):
-    models = set()
-    for name, arguments in trained(grid).items():
-        found = configured(arguments, monkeypatch, 100)
-        final = found.pop("final")
-        assert final == ("--final" in arguments), name
-        models.add(json.dumps([arguments[1], found], sort_keys=True))
-    assert len(models) == len(trained(grid))  # no run is asked for twice
+def test_the_line_of_a_run_is_the_command_that_makes_it(grid, fresh):
+    start = "python -m bft_ref.recsys.train "
+    for run in (grid | fresh).values():
+        line = experiments.runs.line(run)
+        assert line.startswith(start)
+        assert parse(line.removeprefix(start).split()) == run
 
 
-def test_stored_runs_are_those_of_the_grid(grid, monkeypatch):
+def same(path, run):
+    """Whether a file holds what a run makes."""
+    found = fields.of_today(json.loads(path.read_text("utf8")))
+    wanted = configured(run, found["model"]["n_items"])
+    assert {name: found[name] for name in wanted} == wanted, path.name
+    assert found["data"]["name"] == run.data
+    return found
+
+
+def test_stored_runs_are_those_of_the_grid(grid):
     """A file's name says what was trained, and only final runs tested."""
     assert results.names()
     assert set(results.names()) <= set(grid)
     for name in results.names():
-        run = results.load(name)
-        found = configured(grid[name], monkeypatch, run["model"]["n_items"])
-        assert SINCE | run["model"] == found["model"], name
-        assert run["train"] == found["train"], name
-        assert run["data"]["name"] == grid[name][1]
-        assert found["final"] or "test" not in run, name
+        run = same(results.folder() / f"{name}.json", grid[name])
+        assert grid[name].evaluate_test or "test" not in run, name
 
 
-def test_a_file_without_its_test_items_is_not_done(tmp_path, monkeypatch):
-    grid = experiments.grid
-    monkeypatch.setattr(grid, "RESULTS", tmp_path)
-    assert not grid.is_done("x", [])
-    (tmp_path / "x.json").write_text('{"validation": {}}')
-    assert grid.is_done("x", []) and not grid.is_done("x", ["--final"])
-    (tmp_path / "x.json").write_text('{"validation": {}, "test": {}}')
-    assert grid.is_done("x", ["--final"])
+def test_stored_runs_of_the_confirmation_are_those_registered(fresh):
+    """Eighteen, and no test item is seen before nine of a set are there."""
+    assert len(fresh) == 18
+    paths = {p.stem: p for p in (results.folder() / "fresh").glob("*.json")}
+    assert set(paths) <= set(fresh)
+    for name, path in paths.items():
+        run = same(path, fresh[name])
+        assert set(run["at"]) == {"40", "80"} and run["epochs"] == 80
+        nine = experiments.fresh_sets.runs(fresh[name].data)
+        assert "test" not in run or set(nine) <= set(paths)
+
+
+def test_a_file_without_its_test_items_is_not_done(tmp_path):
+    done, path = experiments.runs.is_done, tmp_path / "x.json"
+    run = Popularity(data="x")
+    final = replace(run, evaluate_test=True)
+    assert not done(path, run)
+    path.write_text('{"validation": {}}')
+    assert done(path, run) and not done(path, final)
+    path.write_text('{"validation": {}, "test": {}}')
+    assert done(path, final)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A run of seconds, and where its files go."""
+    sequences = simulate(60, 12, length=(4, 6), seed=1).sequences
+    lines = [" ".join(map(str, [u, *s])) for u, s in enumerate(sequences)]
+    (tmp_path / "d.txt").write_text("\n".join(lines))
+    run = Train(
+        data=str(tmp_path / "d.txt"),
+        model=SASRecOptions(d_model=8, max_length=5),
+        train=TrainConfig(epochs=1, num_negatives=4),
+        threads=1,
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    return run, tmp_path / "results" / "tiny-s0.json", work
+
+
+def test_a_run_is_made_in_a_process_of_its_own(tiny, capfd):
+    run, result, work = tiny
+    assert experiments.runs.make(run, result, work, None)
+    found = same(result, replace(run, data="d"))
+    assert "test" not in found and experiments.runs.is_done(result, run)
+    assert {path.name for path in work.iterdir()} >= {
+        "tiny-s0.log",
+        "tiny-s0.pt",
+    }
+    before = result.read_bytes()
+    assert not experiments.runs.make(run, result, work, None)
+    assert result.read_bytes() == before
+    assert capfd.readouterr().out == "tiny-s0: exit 0\n"
+
+
+def test_a_run_that_fails_leaves_its_log_and_no_result(tiny, capfd):
+    run, result, work = tiny
+    bad = replace(run, data="nothing.txt")
+    assert not experiments.runs.make(bad, result, work, None)
+    assert not result.exists()
+    assert "nothing.txt" in (work / "tiny-s0.log").read_text()
+    assert capfd.readouterr().out == "tiny-s0: exit 1\n"
 
 
 def commands(path):
@@ -100,17 +175,12 @@ def commands(path):
         ("15-anatomy-of-a-cold-start", "lastfm-sasrec-bft-s1"),
     ],
 )
-def test_a_notebook_repeats_a_stored_run(
-    grid, monkeypatch, tmp_path, chapter, name
-):
+def test_a_notebook_repeats_a_stored_run(grid, chapter, name):
     """On a GPU, the same run, but for the test items."""
-    monkeypatch.chdir(tmp_path)
     (command,) = commands(ROOT / "notebooks" / f"{chapter}.ipynb")
     start = "python -m bft_ref.recsys.train "
     assert command.startswith(start)
-    again = command.removeprefix(start).split()
-    found = configured(again, monkeypatch, 100)
-    assert found.pop("final") is False
-    stored = configured(grid[name], monkeypatch, 100)
-    assert found == {part: stored[part] for part in found}
-    assert again[:2] == grid[name][:2]
+    again = parse(command.removeprefix(start).split())
+    assert again.output == Path("again.json")
+    aside = {"output": None, "evaluate_test": True, "threads": 1}
+    assert replace(again, **aside) == grid[name]

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from bft_ref import Belief, ItemPrecision, MLPPrecision
+from bft_ref.initial_precision import InitialPrecision
 from tests.factories import make_layer
 
 KINDS = {
@@ -89,3 +91,35 @@ def test_initial_precision_learns_through_a_layer(kind):
 def test_bad_initial_precisions_are_named(kind, initial):
     with pytest.raises(ValueError, match="^initial: .*got"):
         KINDS[kind](initial=initial)
+
+
+def test_where_an_items_precision_comes_from():
+    frequency = np.array([0, 1, 3, 8, 20])
+    given = {"num_items": 6, "d_model": 4, "initial": 2.5}
+    ids_ = torch.arange(6)[None]
+    embedding = torch.randn(1, 6, 4)
+    for source in ("item", "mlp", "unit"):
+        log_tau = InitialPrecision(source, **given)(ids_, embedding)
+        assert log_tau.shape == (1, 6, 1)
+        torch.testing.assert_close(
+            log_tau, torch.full_like(log_tau, math.log(2.5))
+        )
+    fixed = InitialPrecision(
+        "frequency", frequency=frequency, power=-0.5, **given
+    )
+    tau = fixed(ids_, embedding).exp()[0, 1:5, 0]
+    torch.testing.assert_close(
+        tau / tau[0], torch.tensor((frequency[1:] + 1) / 2.0).float() ** -0.5
+    )
+    assert tau.log().mean().exp() == pytest.approx(2.5, rel=1e-5)
+    shuffled = InitialPrecision(
+        "shuffled", frequency=frequency, power=-0.5, **given
+    )
+    other = shuffled(ids_, embedding).exp()[0, 1:5, 0]
+    torch.testing.assert_close(other.sort().values, tau.sort().values)
+    assert not torch.equal(other, tau)
+    assert not list(fixed.parameters()) + list(shuffled.parameters())
+    with pytest.raises(ValueError, match="frequency"):
+        InitialPrecision("frequency", **given)
+    with pytest.raises(ValueError, match="source: expected one of"):
+        InitialPrecision("none", **given)

@@ -135,7 +135,7 @@ def simulate(
 
     lengths = rng.integers(ends[0], ends[1] + 1, n_users)
     s = rng.normal(0, np.sqrt(spread), (n_users, state))
-    seen = np.zeros((n_users, n_items), dtype=bool)
+    met = np.zeros((n_users, n_items), dtype=bool)
     chosen = np.zeros((n_users, lengths.max()), dtype=np.int64)
     log_weight = np.log(weight[1:])
     for step in range(lengths.max()):
@@ -144,9 +144,9 @@ def simulate(
         )
         # The largest of score + Gumbel noise is a draw from softmax(score).
         score += rng.gumbel(size=score.shape)
-        score[seen] = -np.inf
+        score[met] = -np.inf
         item = score.argmax(-1)
-        seen[np.arange(n_users), item] = True
+        met[np.arange(n_users), item] = True
         chosen[:, step] = item + 1
         s = pull * s + rng.normal(0, np.sqrt(drift), s.shape)
     rows = [row[:n] for row, n in zip(chosen, lengths, strict=True)]

@@ -415,7 +415,7 @@ def interactions(
     path = Path(path)
     users: dict[str, int] = {}
     labels: dict[str, int] = {}
-    seen: dict[tuple, int] = {}
+    first: dict[tuple, int] = {}
     user, item, dropped = [], [], 0
     time: list[float | None] = []
     for line, who, what, when in rows:
@@ -428,17 +428,17 @@ def interactions(
             )
         key = (who, what, when)
         if when is not None and duplicates != "keep":
-            if key in seen and duplicates == "error":
+            if key in first and duplicates == "error":
                 raise DuplicateError(
                     path,
                     line,
                     f"user {who}, item {what} and time {when:.0f} were "
-                    f"already given on line {seen[key]}",
+                    f"already given on line {first[key]}",
                 )
-            if key in seen:
+            if key in first:
                 dropped += 1
                 continue
-            seen[key] = line
+            first[key] = line
         full = n_items is not None and len(labels) >= n_items
         if full and what not in labels:
             raise ItemRangeError(
@@ -523,6 +523,8 @@ def k_core(sequences: Sequences, k: int) -> Sequences:
 
 
 Format = Literal["s3rec", "letter", "movielens", "recbole", "amazon"]
+#: The public sets are s3rec, letter and recbole. The others are for a
+#: reader's own download: GroupLens' and Amazon's files as they are published.
 READERS: dict[str, Callable[..., Sequences]] = {
     "s3rec": read_s3rec,
     "letter": read_letter,

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bft_ref.support.checks import count, whole
+from bft_ref.support.checks import choice, count, whole
 
+SplitName = Literal["validation", "test"]
 #: Seconds since 1970 reach this in the year 5138, milliseconds in 1973.
 MILLISECONDS = 1e11
 
@@ -207,23 +208,20 @@ class Sequences:
             users=None if names is None else [names[u] for u in users],
         )
 
-    def split(self, part: str = "validation") -> Split:
+    def split(self, split: SplitName = "validation") -> Split:
         """Leave one out: last item = test, last but one = validation.
 
-        Both parts train on what lies before the last two items; a test
+        Both train on what lies before the last two items; a test
         history holds the validation item too. A user with fewer than three
         items is trained on whole and never asked, so that nothing is lost.
-        Raises: ValueError for a part other than "validation" or "test".
+        Raises: ValueError for a split other than "validation" or "test".
         """
-        if part not in ("validation", "test"):
-            raise ValueError(
-                f"part: expected validation or test, got {part!r}"
-            )
+        choice("split", split, get_args(SplitName))
         lengths = self.lengths
         asked = np.flatnonzero(lengths >= 3)
         every = np.arange(len(self))
         training = self._cut(every, np.where(lengths >= 3, 2, 0))
-        back = 2 if part == "validation" else 1
+        back = 2 if split == "validation" else 1
         history = self._cut(asked, np.full(len(asked), back))
         target = self.items[self.offsets[1:][asked] - back]
         return Split(training, history, asked, target, training.frequency)

@@ -1,30 +1,59 @@
 """BERT4Rec: bidirectional attention, trained to fill in masked items."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref.recsys.models.base import ModelConfig, Recommender
-from bft_ref.recsys.models.sasrec import Encoder
+from bft_ref.recsys.models.base import Recommender
+from bft_ref.recsys.models.sasrec import Encoder, TransformerConfig
+from bft_ref.support import checks
+
+
+@dataclass(frozen=True)
+class BERT4RecConfig(TransformerConfig):
+    """BERT4Rec: bidirectional attention, trained to fill in masked items."""
+
+    model = "bert4rec"
+
+    mask_rate: float = 0.3  # Share of the items that training hides.
+    # Share of the sequences of which it hides the last item alone, which is
+    # what the test asks.
+    last_rate: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_length < 2:
+            raise ValueError(
+                "max_length: expected at least 2 for bert4rec, whose [MASK] "
+                f"takes one place; got {self.max_length}"
+            )
+        checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
+        checks.within("last_rate", self.last_rate, 0.0, 1.0)
 
 
 class BERT4Rec(Recommender):
     """BERT4Rec (Sun et al. 2019): post-LN, GELU, cloze training, ± filter.
 
     Id n_items + 1 is [MASK]. The next item is asked for by appending it to
-    the history, of which the last ``length`` − 1 items are seen. Output:
-    dense, GELU, LayerNorm, then tied embeddings with a bias per item. [MASK]
-    has a τ of its own: Equation (14.4).
+    the history, of which the last ``max_length`` − 1 items are visible.
+    Output: dense, GELU, LayerNorm, then tied embeddings with a bias per item.
+    [MASK] has a τ of its own: Equation (14.4).
     """
 
     special = 1
 
-    def __init__(self, config: ModelConfig, frequency=None):
+    config: BERT4RecConfig
+
+    def __init__(self, config: BERT4RecConfig, frequency=None):
         super().__init__(config, frequency)
-        self.first = nn.LayerNorm(config.d)
+        d = config.d_model
+        self.first = nn.LayerNorm(d)
         self.encoder = Encoder(config, "post", causal=False)
-        self.dense = nn.Linear(config.d, config.d)
-        self.final = nn.LayerNorm(config.d)
+        self.dense = nn.Linear(d, d)
+        self.final = nn.LayerNorm(d)
         self.bias = nn.Parameter(torch.zeros(config.n_items + 2))
 
     @property
@@ -32,23 +61,31 @@ class BERT4Rec(Recommender):
         """The id of [MASK]."""
         return self.config.n_items + 1
 
-    def states(self, items, times, trace):
+    @property
+    def masking(self) -> dict[str, Any]:
+        return {
+            "mask_id": self.mask_id,
+            "mask_rate": self.config.mask_rate,
+            "last_rate": self.config.last_rate,
+        }
+
+    def states(self, items, times, traces):
         x = self._embed(items, self.first)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        return self.encoder(x, log_tau, items == 0, trace)
+        return self.encoder(x, log_tau, items == 0, traces)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def query(self, hidden: Tensor) -> Tensor:
         return self.final(F.gelu(self.dense(hidden)))
 
-    def keys(self):
+    def item_embeddings(self):
         return self.items.weight, self.bias
 
-    def question(self, items, times=None):
-        """The last ``length`` − 1 items and a [MASK] after them."""
-        items, _ = super().question(items, times)
-        kept = min(items.shape[1], self.config.length - 1)
+    def evaluation_inputs(self, items, times=None):
+        """The last ``max_length`` − 1 items and a [MASK] after them."""
+        items, _ = super().evaluation_inputs(items, times)
+        kept = min(items.shape[1], self.config.max_length - 1)
         count = (items > 0).sum(1, keepdim=True)
         first = (count - kept).clamp(min=0)
         place = torch.arange(kept, device=items.device)

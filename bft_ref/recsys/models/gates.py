@@ -38,17 +38,21 @@ class Gate(nn.Module):
     Raises: ValueError for another kind.
     """
 
-    def __init__(self, kind: str, d: int, heads: int, value: float = 1.0):
+    def __init__(
+        self, kind: GateKind, d_model: int, nhead: int, value: float = 1.0
+    ):
         super().__init__()
         checks.choice("gate", kind, GATES)
         self.kind, self.value = kind, value
         if kind in ("scalar", "vector"):
-            size = 1 if kind == "scalar" else d
+            size = 1 if kind == "scalar" else d_model
             self.scale = nn.Parameter(torch.full((size,), float(value)))
         elif kind == "ligr":
-            self.attention, self.ffn = nn.Linear(d, d), nn.Linear(d, d)
+            self.attention = nn.Linear(d_model, d_model)
+            self.ffn = nn.Linear(d_model, d_model)
         elif kind.startswith("qiu"):
-            self.heads = nn.Linear(d, heads if kind == "qiu-head" else d)
+            opened = nhead if kind == "qiu-head" else d_model
+            self.heads = nn.Linear(d_model, opened)
 
     def on_heads(self, output: Tensor, x: Tensor) -> Tensor:
         """The heads' output before the projection W_O."""

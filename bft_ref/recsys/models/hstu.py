@@ -1,5 +1,8 @@
 """HSTU: pointwise attention whose weights need not sum to one."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,11 +11,50 @@ from bft_ref import delta, reml
 from bft_ref.belief import Belief, discount
 from bft_ref.kalman import update
 from bft_ref.layer import LayerTrace, Observation
-from bft_ref.recsys.models.base import ModelConfig, Recommender
+from bft_ref.recsys.models.base import Recommender, RecommenderConfig
+from bft_ref.support import checks
 from bft_ref.support.numerics import at_least_float32
 
 TIME_BUCKETS = 129
 EPSILON = 1e-6  # of the norms, as published
+
+
+@dataclass(frozen=True)
+class HSTUFilter:
+    """What HSTU as a filter needs of a BFTConfig's options.
+
+    Raises: TypeError for a field of another type; ValueError for a bad value.
+    """
+
+    # A precision per feature, or one per token.
+    granularity: Literal["feature", "token"] = "feature"
+    # s₀² from the neighbours' own variances, or one.
+    prior_scale: Literal["neighbours", "unit"] = "neighbours"
+    prior_dof: float = 1.0  # ν₀ > 0 of the inverse-χ² prior.
+    # Carry the variance through W_O into state units.
+    project_variance: bool = True
+    process_noise: float = 1.0  # Initial Q > 0, in state².
+
+    def __post_init__(self):
+        checks.typed(self)
+        checks.number("prior_dof", self.prior_dof, 0.0)
+        checks.number("process_noise", self.process_noise, 0.0)
+
+
+@dataclass(frozen=True)
+class HSTUConfig(RecommenderConfig):
+    """HSTU: pointwise attention whose weights need not sum to one."""
+
+    model = "hstu"
+
+    # The scores of states and items of unit length are divided by it.
+    temperature: float = 0.05
+    # Make every layer a Bayesian filter.
+    bft: HSTUFilter | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.number("temperature", self.temperature, 0.0)
 
 
 class HSTULayer(nn.Module):
@@ -23,40 +65,52 @@ class HSTULayer(nn.Module):
     FFN; initial weights as published. As a filter: A is reweighted by λ̄,
     Var(AV) is the sandwich estimate, carried through the norm, U² and W_O² to
     λ_obs; then h' = h + K ∘ e, and λ is discounted by Q (J = 0). Equations
-    (11.7)–(11.14); our formulas. Of a BFTConfig it reads what these need:
-    ``prior_dof``, ``prior_scale``, ``process_noise``, ``granularity`` and
-    ``project``.
+    (11.7)–(11.14); our formulas.
 
     Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
     1).
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: HSTUConfig):
         super().__init__()
-        c = self.config = config
-        self.uvqk = nn.Linear(c.d, 4 * c.d, bias=False)
-        self.out = nn.Linear(c.d, c.d)
+        c, d = config, config.d_model
+        self.config = config
+        self.uvqk = nn.Linear(d, 4 * d, bias=False)
+        self.out = nn.Linear(d, d)
         nn.init.normal_(self.uvqk.weight, std=0.02)
         nn.init.xavier_uniform_(self.out.weight)
         if c.bft is not None:
-            features = c.d if c.bft.granularity == "feature" else 1
-            noise = torch.full((features,), c.bft.process_noise)
+            noise = torch.full((c.features,), c.bft.process_noise)
             self.log_process_noise = nn.Parameter(noise.log())
 
-    def forward(self, belief, relative: Tensor, trace: bool = False):
+    def step(
+        self, belief: Belief, relative: Tensor
+    ) -> tuple[Belief, LayerTrace]:
+        """What :meth:`forward` gives, and the filter's internals."""
+        traces: list[LayerTrace] = []
+        after = self(belief, relative, traces=traces)
+        return after, traces[0]
+
+    def forward(
+        self,
+        belief,
+        relative: Tensor,
+        *,
+        traces: list[LayerTrace] | None = None,
+    ):
         c = self.config
         h = belief.mean if c.bft is not None else belief
         x = delta.normalise(h, None, None, EPSILON)
         inner = self.uvqk(x.z.to(h.dtype))
         u, v, q, k = F.silu(inner).chunk(4, -1)
         v, q, k = (
-            y.unflatten(-1, (c.heads, -1)).transpose(1, 2) for y in (v, q, k)
+            y.unflatten(-1, (c.nhead, -1)).transpose(1, 2) for y in (v, q, k)
         )
         tokens = h.shape[1]
         visible = torch.ones(
             tokens, tokens, dtype=torch.bool, device=h.device
         ).tril()
-        weights = F.silu(q @ k.mT + relative) / c.length
+        weights = F.silu(q @ k.mT + relative) / c.max_length
         weights = weights.masked_fill(~visible, 0.0)
         if c.bft is not None:
             weights = reml.precision_weights(
@@ -74,31 +128,34 @@ class HSTULayer(nn.Module):
         n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
             min=torch.finfo(weights.dtype).tiny
         )
-        seen = Observation(e, log_observed, n, weights)
-        updated, gain = self.update(belief, seen)
+        observation = Observation(e, log_observed, n, weights)
+        updated, gain = self.update(belief, observation)
         log_q = at_least_float32(self.log_process_noise)
         log_precision = discount(updated.log_precision, log_q)
         predicted = Belief(updated.mean, log_precision)
-        if not trace:
-            return predicted
-        return predicted, LayerTrace(
-            seen,
-            gain,
-            updated.log_precision,
-            torch.zeros_like(log_observed),
-            log_precision,
-        )
+        if traces is not None:
+            trace = LayerTrace(
+                observation,
+                gain,
+                updated.log_precision,
+                torch.zeros_like(log_observed),
+                log_precision,
+            )
+            traces.append(trace)
+        return predicted
 
     def update(
-        self, belief: Belief, seen: Observation
+        self, belief: Belief, observation: Observation
     ) -> tuple[Belief, Tensor]:
         """The residual connection as a Kalman update, and its gain."""
-        return update(belief, seen.innovation, seen.log_precision)
+        return update(
+            belief, observation.innovation, observation.log_precision
+        )
 
     def _log_precision(self, weights, v, inner, x, belief, normed, u):
         """−log Var e, (B, T, d or 1), and whether a token saw anything."""
         c = self.config
-        d = c.d
+        d = c.d_model
         g = at_least_float32(self.uvqk.weight[d : 2 * d]).square().sum(1)
         before = inner[..., d : 2 * d]
         slope = delta.value_and_slope(F.silu, before)[1].square()
@@ -106,7 +163,7 @@ class HSTULayer(nn.Module):
         if c.bft.prior_scale == "neighbours":
             spread = reml.neighbour_variance(belief.log_precision, x.scale)
             own = own * spread.unsqueeze(-1)
-        own = own.unflatten(-1, (c.heads, -1)).transpose(1, 2)
+        own = own.unflatten(-1, (c.nhead, -1)).transpose(1, 2)
         squares = at_least_float32(weights).square()
         total = squares.sum(-1, keepdim=True)
         share = squares / torch.where(total > 0, total, 1.0)
@@ -135,12 +192,14 @@ class HSTU(Recommender):
     product is divided by ``temperature``.
     """
 
-    def __init__(self, config: ModelConfig, frequency=None):
+    config: HSTUConfig
+
+    def __init__(self, config: HSTUConfig, frequency=None):
         super().__init__(config, frequency)
         self.layers = nn.ModuleList(
-            HSTULayer(config) for _ in range(config.layers)
+            HSTULayer(config) for _ in range(config.num_layers)
         )
-        self.distance = nn.Parameter(0.02 * torch.randn(config.length))
+        self.distance = nn.Parameter(0.02 * torch.randn(config.max_length))
         self.bucket = nn.Parameter(0.02 * torch.randn(TIME_BUCKETS))
 
     def relative(self, items: Tensor, times: Tensor | None) -> Tensor:
@@ -158,28 +217,22 @@ class HSTU(Recommender):
         bucket = (elapsed.log() / 0.301).long().clamp(0, TIME_BUCKETS - 1)
         return r + self.bucket[bucket].unsqueeze(1)
 
-    def states(self, items, times, trace):
+    def states(self, items, times, traces):
         h = self._embed(items)
         r = self.relative(items, times)
         if self.config.bft is None or self.tau is None:
             for layer in self.layers:
                 h = layer(h, r)
-            return h, []
-        features = (
-            self.config.d if self.config.bft.granularity == "feature" else 1
-        )
+            return h
+        features = self.config.features
         log_tau = self.tau(items, self.items(items))
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
-        traces = []
         for layer in self.layers:
-            belief = layer(belief, r, trace)
-            if trace:
-                belief, seen = belief
-                traces.append(seen)
-        return belief.mean, traces
+            belief = layer(belief, r, traces=traces)
+        return belief.mean
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def query(self, hidden: Tensor) -> Tensor:
         return F.normalize(hidden, dim=-1) / self.config.temperature
 
-    def keys(self):
+    def item_embeddings(self):
         return F.normalize(self.items.weight, dim=-1), None

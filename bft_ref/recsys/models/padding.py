@@ -36,9 +36,11 @@ class Rows(NamedTuple):
 
     def restore_trace(self, trace: LayerTrace) -> LayerTrace:
         """A layer's internals with the tokens where they were given."""
-        seen = self._restored(trace.observation, weights=(2, 3), n_eff=(2,))
+        observation = self._restored(
+            trace.observation, weights=(2, 3), n_eff=(2,)
+        )
         rest = trace._replace(observation=None)  # type: ignore[arg-type]
-        return self._restored(rest)._replace(observation=seen)
+        return self._restored(rest)._replace(observation=observation)
 
     def _restored(self, fields, **dims: tuple[int, ...]):
         found = {
@@ -61,7 +63,7 @@ def on_the_right(
     times: Tensor | None = None,
     *,
     largest: int,
-    length: int,
+    max_length: int,
     empty: bool = True,
 ) -> Rows:
     """Checked histories, each moved to the left end, its padding (0) after it.
@@ -71,20 +73,20 @@ def on_the_right(
 
     Shapes: ``items`` (B, T) of ids up to ``largest``; ``times`` (B, T) or
     None. Raises: TypeError for what is no tensor of integers; ValueError for
-    another shape, another id, padding between two items, more than ``length``
-    items, times that are not finite or go back, and, unless ``empty``, for a
-    history without an item.
+    another shape, another id, padding between two items, more than
+    ``max_length`` items, times that are not finite or go back, and, unless
+    ``empty``, for a history without an item.
     """
     _kinds(items, times)
     items = items.long()
     inside = items != 0
-    faults = _faults(items, times, inside, largest, length, empty)
+    faults = _faults(items, times, inside, largest, max_length, empty)
     late = ~inside[:, :1] & inside.any(1, keepdim=True)
     found = checks.anywhere(late, *(fault.where for fault in faults))
-    cut = items.shape[1] > length
+    cut = items.shape[1] > max_length
     if found is None and cut:
         raise ValueError(
-            f"items: expected shape (B, T <= {length}), got "
+            f"items: expected shape (B, T <= {max_length}), got "
             f"{tuple(items.shape)}; a compiled model cannot tell what to cut"
         )
     if found is not None:
@@ -94,8 +96,8 @@ def on_the_right(
         if not (found[0] or cut):
             return Rows(items, times, None)
     order = (~inside).byte().argsort(dim=1, stable=True)
-    back = order.argsort(1).clamp(max=length)
-    order = order[:, :length]
+    back = order.argsort(1).clamp(max=max_length)
+    order = order[:, :max_length]
     times = None if times is None else times.gather(1, order)
     return Rows(items.gather(1, order), times, back)
 
@@ -126,7 +128,7 @@ def _kinds(items: Tensor, times: Tensor | None) -> None:
         checks.shape("times", times, items.shape)
 
 
-def _faults(items, times, inside, largest, length, empty) -> list[_Fault]:
+def _faults(items, times, inside, largest, max_length, empty) -> list[_Fault]:
     """What may be wrong with the values, with the words for each."""
     count = inside.sum(1)
     begins = inside[:, 1:] & ~inside[:, :-1]
@@ -147,11 +149,11 @@ def _faults(items, times, inside, largest, length, empty) -> list[_Fault]:
             ),
         ),
         _Fault(
-            count > length,
+            count > max_length,
             lambda row: (
-                f"items: expected at most length={length} items in a row, got "
-                f"{count[row]} in row {row}; keep the last ones, as "
-                f"bft_ref.recsys.models.as_batch(histories, {length}) does"
+                f"items: expected at most max_length={max_length} items in a "
+                f"row, got {count[row]} in row {row}; keep the last ones, as "
+                f"bft_ref.recsys.models.as_batch(histories, {max_length}) does"
             ),
         ),
     ]

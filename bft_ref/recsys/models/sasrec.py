@@ -1,14 +1,91 @@
 """SASRec: causal self-attention over the items a user has met."""
 
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bft_ref.belief import Belief
+from bft_ref.config import BFTConfig
 from bft_ref.delta import activation_function
 from bft_ref.layer import BFTLayer, LayerTrace
-from bft_ref.recsys.models.base import ModelConfig, Recommender
-from bft_ref.recsys.models.gates import Gate
+from bft_ref.recsys.models.base import Recommender, RecommenderConfig
+from bft_ref.recsys.models.gates import Gate, GateKind
+from bft_ref.support import checks
+
+Norm = Literal["pre", "post", "original"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig(RecommenderConfig):
+    """What SASRec and BERT4Rec have: softmax attention and a network.
+
+    ``gate`` and ``tau_bias`` are rivals and controls of the plain model; a
+    filter does not read them.
+    """
+
+    dim_feedforward: int = 256  # Width of the feed-forward network.
+    # Of the feed-forward network: a pointwise function's name, or reglu,
+    # geglu, swiglu.
+    activation: str = "gelu"
+    # Scale the attention branch: by a constant, a learned scalar or vector,
+    # LiGR's or Qiu's gate.
+    gate: GateKind = "none"
+    # The constant, or a learned factor's start: one number, or one a layer.
+    gate_value: float | tuple[float, ...] = 1.0
+    # A learned log τ of the key's item on the attention logits alone, gain 1.
+    tau_bias: bool = False
+    # Make every layer a Bayesian filter.
+    bft: BFTConfig | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.count("dim_feedforward", self.dim_feedforward, 1)
+        values = self.gate_values
+        if len(values) != self.num_layers or not np.isfinite(values).all():
+            raise ValueError(
+                f"gate_value: expected a number, or one for each of "
+                f"{self.num_layers} layers, got {self.gate_value!r}"
+            )
+
+    @property
+    def gate_values(self) -> tuple[float, ...]:
+        """``gate_value`` of each layer."""
+        if isinstance(self.gate_value, tuple):
+            return self.gate_value
+        return (self.gate_value,) * self.num_layers
+
+    @property
+    def has_tau(self) -> bool:
+        return self.bft is not None or self.tau_bias
+
+    def _unread(self) -> dict[str, str]:
+        found = super()._unread()
+        if self.gate not in ("constant", "scalar", "vector"):
+            found["gate_value"] = f"gate {self.gate!r}"
+        if self.bft is not None:
+            found |= dict.fromkeys(("gate", "tau_bias"), "a Bayesian filter")
+        return found
+
+
+@dataclass(frozen=True)
+class SASRecConfig(TransformerConfig):
+    """SASRec: causal self-attention, each item asked for by those before."""
+
+    model = "sasrec"
+
+    # Pre-LN, or SASRec's own: Q normed, K and V not, and the normed input
+    # carried on.
+    residual: Literal["pre", "original"] = "pre"
+
+    def _unread(self) -> dict[str, str]:
+        found = super()._unread()
+        if self.bft is not None:
+            found["residual"] = "a Bayesian filter"
+        return found
 
 
 class Block(nn.Module):
@@ -22,18 +99,23 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, norm: str, causal: bool, layer: int = 0
+        self,
+        config: TransformerConfig,
+        norm: Norm,
+        causal: bool,
+        layer: int = 0,
     ):
         super().__init__()
         c = self.config = config
         self.norm, self.causal = norm, causal
-        self.in_proj = nn.Linear(c.d, 3 * c.d)
-        self.out_proj = nn.Linear(c.d, c.d)
+        d, width = c.d_model, c.dim_feedforward
+        self.in_proj = nn.Linear(d, 3 * d)
+        self.out_proj = nn.Linear(d, d)
         self.activation, self.gated = activation_function(c.activation)
-        self.linear1 = nn.Linear(c.d, c.ffn * (2 if self.gated else 1))
-        self.linear2 = nn.Linear(c.ffn, c.d)
-        self.norm1, self.norm2 = nn.LayerNorm(c.d), nn.LayerNorm(c.d)
-        self.gate = Gate(c.gate, c.d, c.heads, c.gate_values[layer])
+        self.linear1 = nn.Linear(d, width * (2 if self.gated else 1))
+        self.linear2 = nn.Linear(width, d)
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.gate = Gate(c.gate, d, c.nhead, c.gate_values[layer])
         nn.init.xavier_uniform_(self.in_proj.weight)
         nn.init.zeros_(self.in_proj.bias)
         nn.init.zeros_(self.out_proj.bias)
@@ -56,11 +138,11 @@ class Block(nn.Module):
         if query is source:
             q, k, v = self.in_proj(query).chunk(3, -1)
         else:
-            w, b = self.in_proj.weight, self.in_proj.bias
-            q = F.linear(query, w[: c.d], b[: c.d])
-            k, v = F.linear(source, w[c.d :], b[c.d :]).chunk(2, -1)
+            w, b, d = self.in_proj.weight, self.in_proj.bias, c.d_model
+            q = F.linear(query, w[:d], b[:d])
+            k, v = F.linear(source, w[d:], b[d:]).chunk(2, -1)
         q, k, v = (
-            x.unflatten(-1, (c.heads, -1)).transpose(1, 2) for x in (q, k, v)
+            x.unflatten(-1, (c.nhead, -1)).transpose(1, 2) for x in (q, k, v)
         )
         causal = self.causal and bias is None
         out = F.scaled_dot_product_attention(
@@ -85,29 +167,29 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Layers over an embedded sequence: plain, or each a Bayesian filter.
 
-    The plain ones see log τ only if ``tau_bias`` asks for it. The list beside
-    the states holds a filter's internals, a layer each, with ``trace=True``.
+    The plain ones see log τ only if ``tau_bias`` asks for it. A filter's
+    internals are appended to ``traces``, a layer each.
     """
 
-    def __init__(self, config: ModelConfig, norm: str, causal: bool):
+    def __init__(self, config: TransformerConfig, norm: Norm, causal: bool):
         super().__init__()
         c = self.config = config
         self.causal = causal
         layers: list[Block] | list[BFTLayer]
         if c.bft is None:
-            layers = [Block(c, norm, causal, i) for i in range(c.layers)]
+            layers = [Block(c, norm, causal, i) for i in range(c.num_layers)]
         else:
             layers = [
                 BFTLayer(
-                    c.d,
-                    c.heads,
-                    c.ffn,
+                    c.d_model,
+                    c.nhead,
+                    c.dim_feedforward,
                     c.dropout,
                     c.activation,
                     norm_first=norm != "post",
                     config=c.bft,
                 )
-                for _ in range(c.layers)
+                for _ in range(c.num_layers)
             ]
         self.layers = nn.ModuleList(layers)
 
@@ -116,28 +198,26 @@ class Encoder(nn.Module):
         h: Tensor,
         log_tau: Tensor | None = None,
         padding: Tensor | None = None,
-        trace: bool = False,
-    ) -> tuple[Tensor, list[LayerTrace]]:
+        traces: list[LayerTrace] | None = None,
+    ) -> Tensor:
         if self.config.bft is not None:
-            return self._filter(h, log_tau, padding, trace)
+            return self._filter(h, log_tau, padding, traces)
         bias = self._bias(h, log_tau, padding)
         for layer in self.layers:
             h = layer(h, bias)
-        return h, []
+        return h
 
-    def _filter(self, h, log_tau, padding, trace):
-        by_feature = self.config.bft.granularity == "feature"
-        features = h.shape[-1] if by_feature else 1
+    def _filter(self, h, log_tau, padding, traces):
+        features = self.config.features
         belief = Belief(h, log_tau.expand(*h.shape[:-1], features))
-        traces = []
         for layer in self.layers:
             belief = layer(
                 belief,
                 src_key_padding_mask=padding,
                 is_causal=self.causal,
-                traces=traces if trace else None,
+                traces=traces,
             )
-        return belief.mean, traces
+        return belief.mean
 
     def _bias(self, h, log_tau, padding):
         if not self.config.tau_bias and padding is None:
@@ -161,15 +241,16 @@ class SASRec(Recommender):
     paper's residual is ``residual="original"``.
     """
 
-    def __init__(self, config: ModelConfig, frequency=None):
+    config: SASRecConfig
+
+    def __init__(self, config: SASRecConfig, frequency=None):
         super().__init__(config, frequency)
         self.encoder = Encoder(config, config.residual, causal=True)
-        self.final = nn.LayerNorm(config.d)
+        self.final = nn.LayerNorm(config.d_model)
 
-    def states(self, items, times, trace):
+    def states(self, items, times, traces):
         x = self._embed(items)
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        hidden, traces = self.encoder(x, log_tau, trace=trace)
-        return self.final(hidden), traces
+        return self.final(self.encoder(x, log_tau, traces=traces))

@@ -1,10 +1,11 @@
 """Train and evaluate: ``python -m bft_ref.recsys.train --help``."""
 
 from bft_ref.recsys.train.batches import Batch, training_batches
-from bft_ref.recsys.train.diagnostics import anatomy, interventions
+from bft_ref.recsys.train.diagnostics import diagnose, interventions
 from bft_ref.recsys.train.losses import LOSSES, next_item_loss
 from bft_ref.recsys.train.trainer import (
     Fitted,
+    RunError,
     TrainConfig,
     evaluate,
     fit,
@@ -15,8 +16,9 @@ __all__ = [
     "LOSSES",
     "Batch",
     "Fitted",
+    "RunError",
     "TrainConfig",
-    "anatomy",
+    "diagnose",
     "evaluate",
     "fit",
     "interventions",

@@ -36,36 +36,39 @@ class Batch(NamedTuple):
 
 
 def windows(
-    lengths: NDArray, length: int, every: bool
+    lengths: NDArray, max_length: int, every: bool
 ) -> tuple[NDArray, NDArray]:
-    """(sequence, end) of each training window of at most length + 1 items.
+    """(sequence, end) of each training window of at most max_length + 1 items.
 
     One a sequence, its end, or with ``every`` as many as it takes for each
-    item to be a target once. Raises: ValueError for a length below 1.
+    item to be a target once. Raises: ValueError for a max_length below 1.
     """
-    lengths, length = whole("lengths", lengths), count("length", length, 1)
+    lengths = whole("lengths", lengths)
+    max_length = count("max_length", max_length, 1)
     if not every:
         asked = np.flatnonzero(lengths >= 2)
         return asked, lengths[asked]
     pairs = [
-        (s, end) for s, n in enumerate(lengths) for end in range(n, 1, -length)
+        (s, end)
+        for s, n in enumerate(lengths)
+        for end in range(n, 1, -max_length)
     ]
     found = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]
 
 
-def gather(
-    sequences: Sequences, users: NDArray, end: NDArray, length: int
+def pad_windows(
+    sequences: Sequences, users: NDArray, end: NDArray, max_length: int
 ) -> tuple[NDArray, NDArray | None, NDArray]:
-    """Up to ``length`` items before ``end``, padded on the right with 0.
+    """Up to ``max_length`` items before ``end``, padded on the right with 0.
 
     Returns items (B, T), times (B, T) or None, and the lengths (B,).
     Raises: ValueError for an ``end`` that is not within its user's sequence,
-    a length below 1, or unequal numbers of users and ends; TypeError for a
-    mask of users; IndexError for a user that is not there.
+    a ``max_length`` below 1, or unequal numbers of users and ends; TypeError
+    for a mask of users; IndexError for a user that is not there.
     """
     users, end = whole("users", users), whole("end", end)
-    length = count("length", length, 1)
+    max_length = count("max_length", max_length, 1)
     if len(users) != len(end):
         raise ValueError(
             f"end: expected one a user, {len(users)}, got {len(end)}"
@@ -77,7 +80,7 @@ def gather(
             f"end: expected 0…{sequences.lengths[users[at]]} for user "
             f"{users[at]}, got {end[at]}"
         )
-    n = np.minimum(end, length)
+    n = np.minimum(end, max_length)
     width = int(n.max(initial=0))
     place = np.arange(width)
     index = (sequences.offsets[:-1][users] + end - n)[:, None] + place
@@ -96,8 +99,8 @@ def gather(
 def training_batches(
     sequences: Sequences,
     *,
-    length: int,
-    size: int,
+    max_length: int,
+    batch_size: int,
     rng: np.random.Generator,
     every_window: bool = False,
     mask_id: int | None = None,
@@ -115,7 +118,8 @@ def training_batches(
     question; TypeError for a number that is not whole. All before the first
     batch.
     """
-    length, size = count("length", length, 1), count("size", size, 1)
+    max_length = count("max_length", max_length, 1)
+    batch_size = count("batch_size", batch_size, 1)
     for name, rate in [("mask_rate", mask_rate), ("last_rate", last_rate)]:
         if not 0 <= rate <= 1:
             raise ValueError(f"{name}: expected in [0, 1], got {rate!r}")
@@ -129,8 +133,8 @@ def training_batches(
         )
     return _batches(
         sequences,
-        length,
-        size,
+        max_length,
+        batch_size,
         rng,
         every_window,
         mask_id,
@@ -140,21 +144,28 @@ def training_batches(
 
 
 def _batches(
-    sequences, length, size, rng, every_window, mask_id, mask_rate, last_rate
+    sequences,
+    max_length,
+    batch_size,
+    rng,
+    every_window,
+    mask_id,
+    mask_rate,
+    last_rate,
 ):
-    users, end = windows(sequences.lengths, length, every_window)
+    users, end = windows(sequences.lengths, max_length, every_window)
     order = rng.permutation(len(users))
-    pool = 32 * size
+    pool = 32 * batch_size
     groups = []
     for start in range(0, len(order), pool):
-        part = order[start : start + pool]
-        part = part[np.argsort(end[part].clip(max=length), kind="stable")]
-        groups += [part[i : i + size] for i in range(0, len(part), size)]
+        alike = order[start : start + pool]
+        lengths = end[alike].clip(max=max_length)
+        alike = alike[np.argsort(lengths, kind="stable")]
+        groups += np.split(alike, range(batch_size, len(alike), batch_size))
     for g in rng.permutation(len(groups)):
         rows = groups[g]
-        items, times, n = gather(
-            sequences, users[rows], end[rows], length + (mask_id is None)
-        )
+        width = max_length + (mask_id is None)
+        items, times, n = pad_windows(sequences, users[rows], end[rows], width)
         if mask_id is None:
             target = items[:, 1:]
             items = np.where(target > 0, items[:, :-1], 0)

@@ -8,25 +8,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from bft_ref.initial_precision import InitialPrecision
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data.sequences import Split
 from bft_ref.recsys.models import Recommender
-from bft_ref.recsys.models.precision import InitialPrecision
-from bft_ref.recsys.train.batches import gather
+from bft_ref.recsys.train.batches import pad_windows
 
 
 def histories(
-    model: Recommender, split: Split, part: NDArray, device: torch.device
+    model: Recommender,
+    split: Split,
+    user_indices: NDArray,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
     """Items and times of some users, as long as the model can see."""
-    lengths = split.history.lengths[part]
-    items, times, _ = gather(split.history, part, lengths, model.config.length)
+    items, times, _ = pad_windows(
+        split.history,
+        user_indices,
+        split.history.lengths[user_indices],
+        model.config.max_length,
+    )
     seconds = None if times is None else torch.from_numpy(times).to(device)
     return torch.from_numpy(items).to(device), seconds
 
 
 @torch.no_grad()
-def anatomy(
+def diagnose(
     model: Recommender, split: Split, device: torch.device, chunk: int = 512
 ) -> dict:
     """What the filter does: K, λ and n_eff where the question is asked.
@@ -44,19 +51,19 @@ def anatomy(
     order = np.argsort(split.history.lengths, kind="stable")
     last_item = np.zeros(n, dtype=np.int64)
     for start in range(0, n, chunk):
-        part = order[start : start + chunk]
-        items, times = histories(model, split, part, device)
+        users = order[start : start + chunk]
+        items, times = histories(model, split, users, device)
         last = (items > 0).sum(1) - 1
-        each = torch.arange(len(part), device=device)
-        last_item[part] = items[each, last].cpu().numpy()
-        asked, times = model.question(items, times)
+        each = torch.arange(len(users), device=device)
+        last_item[users] = items[each, last].cpu().numpy()
+        asked, times = model.evaluation_inputs(items, times)
         end = (asked > 0).sum(1) - 1
-        _, traces = model(asked, times, trace=True)
+        _, traces = model.steps(asked, times)
         for layer, trace in enumerate(traces):
             rows.append(
                 (
                     layer,
-                    part,
+                    users,
                     trace.gain[each, end].mean(-1),
                     trace.log_updated_precision[each, end].exp().mean(-1),
                     trace.n_eff[each, :, end].mean(-1),
@@ -65,12 +72,12 @@ def anatomy(
     found: dict = {"layers": []}
     cuts, member = metrics.quartiles(split.frequency[last_item])
     found["last_item_frequency_cuts"] = cuts
-    for layer in range(model.config.layers):
+    for layer in range(model.config.num_layers):
         values = np.zeros((3, n))
-        for index, part, *three in rows:
+        for index, users, *three in rows:
             if index == layer:
                 for k, x in enumerate(three):
-                    values[k, part] = x.float().cpu().numpy()
+                    values[k, users] = x.float().cpu().numpy()
         its = model_layers(model)[layer]
         noise = its.get_parameter("log_process_noise").exp()
         found["layers"].append(
@@ -149,7 +156,7 @@ def _ranks(split: Split, ranking: metrics.Ranking) -> dict:
 def _initial_precision(model: Recommender, log_tau: Tensor) -> Iterator[None]:
     """Another log τ per item, for as long as the context lasts."""
     own = model.tau
-    fixed = InitialPrecision("unit", len(log_tau), model.config.d)
+    fixed = InitialPrecision("unit", len(log_tau), model.config.d_model)
     fixed.log_tau = log_tau
     model.tau = fixed
     try:
@@ -164,13 +171,15 @@ def _constant_gains(model: Recommender, gains: list[Tensor]) -> Iterator[None]:
     layers = model_layers(model)
 
     def frozen(layer, gain):
-        def update(belief, seen):
+        def update(belief, observation):
             log_observed = belief.log_precision + torch.logit(gain)
             log_observed = torch.where(
-                seen.log_precision > -torch.inf, log_observed, -torch.inf
+                observation.log_precision > -torch.inf,
+                log_observed,
+                -torch.inf,
             )
-            seen = seen._replace(log_precision=log_observed)
-            return type(layer).update(layer, belief, seen)
+            observation = observation._replace(log_precision=log_observed)
+            return type(layer).update(layer, belief, observation)
 
         return update
 
@@ -189,14 +198,16 @@ def _mean_gains(model: Recommender, split: Split) -> list[Tensor]:
     model.eval()
     device = model.items.weight.device
     sums = [torch.zeros((), dtype=torch.float64, device=device)]
-    sums *= model.config.layers
+    sums *= model.config.num_layers
     tokens = 0
     order = np.argsort(split.history.lengths, kind="stable")
-    for part in np.array_split(order, max(1, len(order) // 512)):
-        items, times = model.question(*histories(model, split, part, device))
+    for users in np.array_split(order, max(1, len(order) // 512)):
+        items, times = model.evaluation_inputs(
+            *histories(model, split, users, device)
+        )
         there = items > 0
         tokens += int(there.sum())
-        for layer, trace in enumerate(model(items, times, trace=True)[1]):
+        for layer, trace in enumerate(model.steps(items, times)[1]):
             sums[layer] = sums[layer] + trace.gain[there].double().sum(0)
     tiny = torch.finfo(model.items.weight.dtype).eps
     return [(total / tokens).float().clamp(tiny, 1 - tiny) for total in sums]

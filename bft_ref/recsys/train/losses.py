@@ -28,42 +28,43 @@ def uniform_negatives(
 def next_item_loss(
     query: Tensor,
     target: Tensor,
-    keys: Tensor,
+    item_embeddings: Tensor,
     bias: Tensor | None,
     negatives: Tensor | None,
     *,
     n_items: int,
-    kind: str = "sampled",
-    correct: bool = True,
-    calibration: float = 0.75,
+    kind: Loss = "sampled",
+    logq_correction: bool = True,
+    gbce_t: float = 0.75,
 ) -> Tensor:
     """The mean loss of N answered questions, a scalar.
 
     kind: ``full``, cross-entropy over the catalogue; ``sampled``, over the
     target and ``negatives``, whose logits gain log((n_items − 1)/m) with
-    ``correct``, so that the sum estimates the full one; ``bce``, one against
-    the others; ``gbce``, the same with log σ(s⁺) scaled down against
-    overconfidence by ``calibration`` t in [0, 1] (gSASRec, Petrov & Macdonald
-    2023; the rate m/(n_items − 1) counts as at most one).
+    ``logq_correction``, so that the sum estimates the full one; ``bce``, one
+    against the others; ``gbce``, the same with log σ(s⁺) scaled down against
+    overconfidence by ``gbce_t`` in [0, 1] (gSASRec, Petrov & Macdonald 2023;
+    the rate m/(n_items − 1) counts as at most one).
     A negative that is the question's own target does not count: with a single
     item there is nothing to choose, and ``sampled`` is 0 as ``full`` is.
     Equations (13.2) and (13.3) say how well ``sampled`` estimates ``full``.
 
-    Shapes: ``query`` (N, d); ``target`` (N,); ``keys`` (≥ n_items + 1, d);
-    ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,), shared by all
-    questions, None for ``full``.
+    Shapes: ``query`` (N, d); ``target`` (N,); ``item_embeddings``
+    (≥ n_items + 1, d); ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,),
+    shared by all questions, None for ``full``.
     Raises: ValueError for another kind, missing negatives, shapes that do
-    not fit, ids outside 1…n_items or a calibration outside [0, 1]; TypeError
+    not fit, ids outside 1…n_items or a ``gbce_t`` outside [0, 1]; TypeError
     for ids that are no integers.
     """
     checks.choice("loss", kind, LOSSES)
     checks.count("n_items", n_items, 1)
     checks.shape("query", query, ["N", "d"])
     checks.shape("target", target, [len(query)])
-    checks.shape("keys", keys, ["n_items + 1", query.shape[1]])
+    width = query.shape[1]
+    checks.shape("item_embeddings", item_embeddings, ["n_items + 1", width])
     if bias is not None:
         checks.shape("bias", bias, ["n_items + 1"])
-    for name, table in [("keys", keys), ("bias", bias)]:
+    for name, table in [("item_embeddings", item_embeddings), ("bias", bias)]:
         if table is not None and len(table) <= n_items:
             raise ValueError(
                 f"{name}: expected n_items + 1 = {n_items + 1} rows or more, "
@@ -73,24 +74,25 @@ def next_item_loss(
     if kind == "full":
         rows = slice(1, n_items + 1)
         bias = None if bias is None else bias[rows]
-        logits = F.linear(query, keys[rows], bias)
+        logits = F.linear(query, item_embeddings[rows], bias)
         return F.cross_entropy(logits, target - 1)
     if negatives is None or len(negatives) == 0:
         raise ValueError(f"negatives: expected at least one for {kind!r}")
     checks.shape("negatives", negatives, ["m"])
     _item_ids("negatives", negatives, n_items)
-    if not 0 <= calibration <= 1:
-        raise ValueError(f"calibration: expected [0, 1], got {calibration!r}")
-    positive = (query * keys[target]).sum(-1)
+    checks.within("gbce_t", gbce_t, 0.0, 1.0)
+    positive = (query * item_embeddings[target]).sum(-1)
     negative = F.linear(
-        query, keys[negatives], None if bias is None else bias[negatives]
+        query,
+        item_embeddings[negatives],
+        None if bias is None else bias[negatives],
     )
     if bias is not None:
         positive = positive + bias[target]
     own = target[:, None] == negatives
     m, others = len(negatives), max(n_items - 1, 1)
     if kind == "sampled":
-        if correct:
+        if logq_correction:
             negative = negative + math.log(others / m)
         negative = negative.masked_fill(own, -torch.inf)
         logits = torch.cat([positive[:, None], negative], 1)
@@ -98,7 +100,7 @@ def next_item_loss(
     beta = 1.0
     if kind == "gbce":
         rate = min(m / others, 1.0)
-        beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
+        beta = rate * (gbce_t * (1 - 1 / rate) + 1 / rate)
     right = beta * F.logsigmoid(positive)
     wrong = F.logsigmoid(-negative).masked_fill(own, 0.0).sum(1)
     return -(right + wrong).mean() / (m + 1)

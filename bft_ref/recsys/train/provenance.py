@@ -21,7 +21,7 @@ def code_version() -> dict:
     root = Path(bft_ref.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if "book" not in path.relative_to(root).parts:
+        if "notebook" not in path.relative_to(root).parts:
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
     try:

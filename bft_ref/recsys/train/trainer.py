@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from tqdm.auto import tqdm
 
 from bft_ref.recsys import metrics
 from bft_ref.recsys.data.errors import DataError
-from bft_ref.recsys.data.sequences import Sequences, Split
-from bft_ref.recsys.models import ModelConfig, Recommender, build
-from bft_ref.recsys.storage import write
+from bft_ref.recsys.data.sequences import Sequences, Split, SplitName
+from bft_ref.recsys.models import Recommender, RecommenderConfig, build
+from bft_ref.recsys.storage import VERSION, as_fields, write
 from bft_ref.recsys.train.batches import training_batches
-from bft_ref.recsys.train.diagnostics import anatomy, histories, interventions
+from bft_ref.recsys.train.diagnostics import (
+    diagnose,
+    histories,
+    interventions,
+)
 from bft_ref.recsys.train.losses import (
-    LOSSES,
+    Loss,
     next_item_loss,
     uniform_negatives,
 )
@@ -34,66 +38,64 @@ from bft_ref.recsys.train.provenance import (
 from bft_ref.support import checks
 
 
+class RunError(ValueError):
+    """A run that cannot begin, go on or be reported as it was asked for."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a model is fitted.
 
-    Training stops after ``epochs``, or once validation NDCG@10 has not
-    improved at ``patience`` evaluations, one every ``evaluate_every`` epochs;
-    the best epoch's weights are kept. ``precision_lr`` is Adam's rate for
-    log τ and log Q; ``negatives`` are shared by a batch of ``batch``
-    sequences; ``correct`` and ``calibration`` belong to the losses;
-    ``weight_decay`` is Adam's L2; ``clip`` > 0 is the largest norm that a
-    step's gradient, of all parameters together, may have (0: any);
-    ``every_window`` trains on the whole of long sequences, not only on their
-    end. ``mask_rate`` and ``last_rate`` are BERT4Rec's.
-
     Raises: TypeError for a field of another type; ValueError for a value out
-    of its range, each naming the field.
+    of its range or one that the loss does not read, each naming the field.
     """
 
-    loss: str = "sampled"
-    negatives: int = 512
-    correct: bool = True
-    calibration: float = 0.75
-    epochs: int = 100
+    loss: Loss = "sampled"  # Loss.
+    num_negatives: int = 512  # Negatives shared by a batch.
+    # Weigh the sampled negatives up to the whole catalogue.
+    logq_correction: bool = True
+    gbce_t: float = 0.75  # gBCE's t in [0, 1].
+    epochs: int = 100  # At most.
+    # Evaluations without a better validation NDCG@10 after which to stop; the
+    # best epoch's weights are kept.
     patience: int = 10
-    evaluate_every: int = 1
-    batch: int = 128
-    lr: float = 1e-3
-    precision_lr: float = 1e-2
-    weight_decay: float = 0.0
+    evaluate_every: int = 1  # Epochs between evaluations.
+    batch_size: int = 128  # Sequences a batch.
+    lr: float = 1e-3  # Adam's rate.
+    precision_lr: float = 1e-2  # Adam's rate for log τ and log Q.
+    weight_decay: float = 0.0  # Adam's L2.
+    # Largest norm of a step's gradient, of all parameters together; 0: any.
     clip: float = 0.0
+    # Train on the whole of long sequences, not only on their end.
     every_window: bool = False
-    mask_rate: float = 0.3
-    last_rate: float = 0.1
-    seed: int = 0
+    seed: int = 0  # Of everything that is drawn.
 
     def __post_init__(self):
         checks.typed(self)
-        checks.choice("loss", self.loss, LOSSES)
         for name in (
             "epochs",
             "patience",
             "evaluate_every",
-            "batch",
-            "negatives",
+            "batch_size",
+            "num_negatives",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}: expected at least 1, got {getattr(self, name)}"
-                )
+            checks.count(name, getattr(self, name), 1)
         checks.number("lr", self.lr, 0.0)
         checks.number("precision_lr", self.precision_lr, 0.0)
-        checks.number("mask_rate", self.mask_rate, 0.0, 1.0)
-        checks.within("last_rate", self.last_rate, 0.0, 1.0)
-        checks.within("calibration", self.calibration, 0.0, 1.0)
+        checks.within("gbce_t", self.gbce_t, 0.0, 1.0)
         checks.within("weight_decay", self.weight_decay, 0.0)
         checks.within("clip", self.clip, 0.0)
         if not 0 <= self.seed < 2**64:
             raise ValueError(
                 f"seed: expected 0 <= seed < 2^64, got {self.seed}"
             )
+        readers = {"logq_correction": "sampled", "gbce_t": "gbce"}
+        unread = {
+            name: f"loss {self.loss!r}"
+            for name, loss in readers.items()
+            if loss != self.loss
+        }
+        checks.unread(self, unread)
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Fitted:
     """A trained model, its result for JSON, and the rankings behind it.
 
     ``model`` is in evaluation mode; ``rankings`` holds one
-    :class:`bft_ref.recsys.metrics.Ranking` a part.
+    :class:`bft_ref.recsys.metrics.Ranking` a split.
     """
 
     model: Recommender
@@ -114,8 +116,8 @@ def scorer(
 ) -> metrics.Scorer:
     """What ``metrics.evaluate`` asks: scores of some users."""
 
-    def score(part):
-        return model.scores(*histories(model, split, part, device))
+    def score(user_indices):
+        return model.scores(*histories(model, split, user_indices, device))
 
     return score
 
@@ -129,10 +131,10 @@ def evaluate(
     model.eval()
     rank, world = _rank(), _world()
     mine = np.arange(rank, len(split.target), world)
-    part = split._replace(
+    share = split._replace(
         history=split.history.take(mine), target=split.target[mine]
     )
-    ranking = metrics.evaluate(part, scorer(model, part, device))
+    ranking = metrics.evaluate(share, scorer(model, share, device))
     model.train(was)
     if world == 1:
         return ranking
@@ -150,12 +152,12 @@ def evaluate(
 
 def fit(
     sequences: Sequences,
-    model_config: ModelConfig,
+    model_config: RecommenderConfig,
     config: TrainConfig,
     *,
     device: str | torch.device | None = None,
     checkpoint: str | Path | None = None,
-    final: bool = False,
+    evaluate_test: bool = False,
     read_at: Iterable[int] = (),
     progress: bool = True,
     on_epoch: Callable[[dict], None] | None = None,
@@ -164,30 +166,24 @@ def fit(
 
     With ``checkpoint`` (a file) the state is written after every epoch, and
     a run that finds one goes on from it, to the same result as a run never
-    interrupted: every epoch draws from its own seed. ``final`` ranks the test
-    targets too, once, with the weights chosen on validation; without it the
-    test items are not looked at. ``read_at`` names epochs whose weights are
-    reported as well, under ``at``, whichever epoch is best: arms can then be
-    compared after equal training. Under ``torchrun`` each batch is shared out
-    among the processes.
+    interrupted: every epoch draws from its own seed. ``evaluate_test`` ranks
+    the test targets too, once, with the weights chosen on validation; without
+    it the test items are not looked at. ``read_at`` names epochs whose weights
+    are reported as well, under ``at``, whichever epoch is best: arms can then
+    be compared after equal training. Under ``torchrun`` each batch is shared
+    out among the processes.
 
-    Raises: ValueError for a checkpoint of another configuration, data or
-    number of processes, a model for another number of items, an option that
-    nothing reads, an epoch to be read that is not reached, or a loss that is
-    no longer finite; DataError if no user has the three items that it takes
-    to be asked.
+    Raises: RunError for a checkpoint of another configuration, data or
+    number of processes, a model for another number of items, an epoch to be
+    read that is not reached, or a loss that is no longer finite; DataError if
+    no user has the three items that it takes to be asked.
     """
-    read_at = sorted(set(read_at))
-    if not all(1 <= epoch <= config.epochs for epoch in read_at):
-        raise ValueError(
-            f"read_at: expected epochs in 1…{config.epochs}, got {read_at}"
-        )
+    read_at = epochs_to_read(read_at, config)
     if model_config.n_items != sequences.n_items:
-        raise ValueError(
+        raise RunError(
             f"n_items: expected {sequences.n_items}, those of the data; got "
             f"{model_config.n_items}"
         )
-    refuse_what_nothing_reads(model_config, config)
     device = torch.device(
         device or ("cuda" if torch.cuda.is_available() else "cpu")
     )
@@ -200,8 +196,8 @@ def fit(
         weight_decay=config.weight_decay,
     )
     identity = {
-        "model": asdict(model_config),
-        "train": asdict(config),
+        "model": as_fields(model_config),
+        "train": as_fields(config),
         "data": sequences.describe(),
         "processes": _world(),
     }
@@ -248,22 +244,23 @@ def fit(
     peak = peak_memory(device)  # before the analyses, which only filters have
     lost = [epoch for epoch in read_at if epoch not in state.kept]
     if lost:
-        raise ValueError(
+        raise RunError(
             f"read_at: expected epochs that were trained and kept, got {lost} "
             f"of a run of {state.epoch} epochs"
         )
-    parts = {"validation": split}
-    if final:
-        parts["test"] = sequences.split("test")
+    splits = {"validation": split}
+    if evaluate_test:
+        splits["test"] = sequences.split("test")
     at: dict[str, dict] = {}
     for epoch in read_at:
         model.load_state_dict(state.kept[epoch])
         at[str(epoch)] = {
-            name: metrics.report(part, evaluate(model, part, device))
-            for name, part in parts.items()
+            name: metrics.report(each, evaluate(model, each, device))
+            for name, each in splits.items()
         }
     model.load_state_dict(state.best or model.state_dict())
     result = {
+        "version": VERSION,
         **identity,
         "seed": config.seed,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -284,11 +281,11 @@ def fit(
     if at:
         result["at"] = at
     rankings = {}
-    for name, part in parts.items():
-        rankings[name] = evaluate(model, part, device)
-        result[name] = metrics.report(part, rankings[name])
+    for name, each in splits.items():
+        rankings[name] = evaluate(model, each, device)
+        result[name] = metrics.report(each, rankings[name])
     if model_config.bft is not None:
-        result["anatomy"] = anatomy(model, split, device)
+        result["diagnostics"] = diagnose(model, split, device)
         result["interventions"] = interventions(
             model, split, lambda: evaluate(model, split, device)
         )
@@ -301,9 +298,19 @@ def fit(
     return Fitted(model.eval(), result, rankings)
 
 
-def asking(sequences: Sequences, part: str) -> Split:
+def epochs_to_read(read_at: Iterable[int], config: TrainConfig) -> list[int]:
+    """In order, each once. Raises: RunError for one beyond the last."""
+    found = sorted(set(read_at))
+    if not all(1 <= epoch <= config.epochs for epoch in found):
+        raise RunError(
+            f"read_at: expected epochs in 1…{config.epochs}, got {found}"
+        )
+    return found
+
+
+def asking(sequences: Sequences, name: SplitName) -> Split:
     """The split. Raises: DataError if it has no question."""
-    split = sequences.split(part)
+    split = sequences.split(name)
     if not len(split.target):
         raise DataError(
             sequences.name or "data",
@@ -313,26 +320,12 @@ def asking(sequences: Sequences, part: str) -> Split:
     return split
 
 
-def refuse_what_nothing_reads(model: ModelConfig, config: TrainConfig) -> None:
-    """Raises: ValueError for an option that model and loss do not read."""
-    unread = {}
-    if model.model != "bert4rec":
-        unread["mask_rate"] = unread["last_rate"] = model.model
-    for name, readers in {
-        "correct": ("sampled",),
-        "calibration": ("gbce",),
-    }.items():
-        if config.loss not in readers:
-            unread[name] = f"loss {config.loss!r}"
-    checks.unread(config, unread)
-
-
 class _State:
     """What a resumed run needs: weights, optimiser, best so far."""
 
     def __init__(self, model, optimizer, identity):
         self.model, self.optimizer = model, optimizer
-        self.identity = json.loads(json.dumps(identity))
+        self.identity = identity
         self.epoch, self.stale = 0, 0
         self.best, self.best_value, self.best_epoch = None, -math.inf, 0
         self.history: list[dict] = []
@@ -386,7 +379,7 @@ class _State:
         found = torch.load(path, map_location=device, weights_only=True)
         mine = json.dumps(self.identity, sort_keys=True)
         if found.pop("identity") != mine:
-            raise ValueError(
+            raise RunError(
                 f"checkpoint: {path} belongs to another configuration, "
                 "data file or number of processes; remove it or choose "
                 "another path"
@@ -412,17 +405,17 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
     total, asked, steps = 0.0, 0, 0
     for batch in training_batches(
         split.training,
-        length=c.length,
-        size=config.batch,
+        max_length=c.max_length,
+        batch_size=config.batch_size,
         rng=rng,
         every_window=config.every_window,
-        mask_id=getattr(model, "mask_id", None),
-        mask_rate=config.mask_rate,
-        last_rate=config.last_rate,
+        **model.masking,
     ):
         negatives = None
         if sampled:
-            negatives = uniform_negatives(config.negatives, c.n_items, draw)
+            negatives = uniform_negatives(
+                config.num_negatives, c.n_items, draw
+            )
             negatives = negatives.to(device)
         questions = int((batch.target > 0).sum())
         mine = batch.share(rank, world).to(device)
@@ -442,11 +435,11 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
         dist.all_reduce(total)
     mean = float(total) / max(asked, 1)
     if not math.isfinite(mean):
-        raise ValueError(f"loss: expected a finite number, got {mean}")
+        raise RunError(f"loss: expected a finite number, got {mean}")
     return mean, steps
 
 
-class _Questions(nn.Module):
+class _Loss(nn.Module):
     """Model and loss in one forward, as DDP needs it."""
 
     def __init__(self, model: Recommender):
@@ -465,28 +458,27 @@ class _Questions(nn.Module):
             # A process without a question still takes part in the sum.
             return torch.stack([p.sum() for p in model.parameters()]).sum() * 0
         hidden = model(batch.items, batch.times)
-        query = model.head(hidden[where])
-        keys, bias = model.keys()
+        item_embeddings, bias = model.item_embeddings()
         return next_item_loss(
-            query,
+            model.query(hidden[where]),
             batch.target[where],
-            keys,
+            item_embeddings,
             bias,
             negatives,
             n_items=model.config.n_items,
             kind=config.loss,
-            correct=config.correct,
-            calibration=config.calibration,
+            logq_correction=config.logq_correction,
+            gbce_t=config.gbce_t,
         )
 
 
 def _parallel(model, device):
-    questions = _Questions(model)
+    loss = _Loss(model)
     if _world() == 1:
-        return questions
+        return loss
     on = [device.index] if device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(
-        questions, device_ids=on, find_unused_parameters=True
+        loss, device_ids=on, find_unused_parameters=True
     )
 
 

@@ -416,7 +416,7 @@ def test_split_leaves_the_last_two_out():
     assert lists(test.training) == lists(validation.training)
     assert lists(test.history) == [[1, 2, 3], [6, 1]]
     assert test.target.tolist() == [4, 2]
-    with pytest.raises(ValueError, match="part"):
+    with pytest.raises(ValueError, match="split: expected one of"):
         sequences.split("train")
 
 

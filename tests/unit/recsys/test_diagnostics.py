@@ -9,9 +9,10 @@ import torch
 
 from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import Sequences
-from bft_ref.recsys.models import ModelConfig, build
-from bft_ref.recsys.train import anatomy, diagnostics, evaluate, interventions
+from bft_ref.recsys.models import build
+from bft_ref.recsys.train import diagnose, diagnostics, evaluate, interventions
 from tests.factories import randomise
+from tests.unit.recsys.configs import make_config
 
 MODELS = ("sasrec", "bert4rec", "hstu")
 CPU = torch.device("cpu")
@@ -34,13 +35,13 @@ def trained(model, granularity="feature", seed=2):
     """Random weights in double precision, τ and Q far from one."""
     torch.manual_seed(seed)
     net = build(
-        ModelConfig(
+        make_config(
             n_items=ITEMS,
             model=model,
-            d=8,
-            ffn=12,
-            heads=2,
-            length=LENGTH,
+            d_model=8,
+            dim_feedforward=12,
+            nhead=2,
+            max_length=LENGTH,
             bft=BFTConfig(granularity=granularity, process_noise=0.3),
         )
     )
@@ -63,7 +64,7 @@ def asked(net, split, user):
 
 def traces(net, split, user):
     with torch.no_grad():
-        return net(*asked(net, split, user), trace=True)[1]
+        return net.steps(*asked(net, split, user))[1]
 
 
 def by_quartile(values, key):
@@ -76,9 +77,9 @@ def by_quartile(values, key):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_anatomy_is_a_loop_over_users(model):
+def test_diagnostics_are_a_loop_over_users(model):
     net, split = trained(model), shoppers()
-    found = anatomy(net, split, CPU, chunk=7)
+    found = diagnose(net, split, CPU, chunk=7)
     users = range(len(split.target))
     key = [split.frequency[split.history[user][-1]] for user in users]
     assert all(by_quartile(key, key))
@@ -107,9 +108,9 @@ def test_anatomy_is_a_loop_over_users(model):
 
 
 @pytest.mark.parametrize("users, empty", [(8, [1]), (12, [2]), (40, [])])
-def test_anatomy_has_the_mean_tau_of_items_met(users, empty):
+def test_diagnostics_have_the_mean_tau_of_items_met(users, empty):
     net, split = trained("sasrec"), shoppers(users)
-    found = anatomy(net, split, CPU)["tau"]
+    found = diagnose(net, split, CPU)["tau"]
     log_tau = net.tau.of_items(net.items.weight)
     met = [i for i in range(1, ITEMS + 1) if split.frequency[i] > 0]
     key = [split.frequency[i] for i in met]

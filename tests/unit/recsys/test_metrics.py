@@ -58,7 +58,9 @@ def small_split(users=300, items=40, seed=0):
 def test_a_constant_scorer_gets_the_level_of_chance():
     split = small_split()
     found = metrics.evaluate(
-        split, lambda part: torch.zeros(len(part), 41), chunk=64
+        split,
+        lambda user_indices: torch.zeros(len(user_indices), 41),
+        chunk=64,
     )
     candidates = 40 - split.history.lengths
     assert found.candidates.tolist() == candidates.tolist()
@@ -70,8 +72,12 @@ def test_evaluate_does_not_depend_on_the_chunk():
     split = small_split()
     rng = np.random.default_rng(1)
     table = rng.normal(size=(len(split.target), 41))
-    a = metrics.evaluate(split, lambda part: table[part], chunk=7)
-    b = metrics.evaluate(split, lambda part: table[part], chunk=1000)
+    a = metrics.evaluate(
+        split, lambda user_indices: table[user_indices], chunk=7
+    )
+    b = metrics.evaluate(
+        split, lambda user_indices: table[user_indices], chunk=1000
+    )
     c = metrics.rank(table, split.target, split.history)
     assert a.above.tolist() == b.above.tolist() == c.above.tolist()
 
@@ -144,7 +150,9 @@ def test_evaluate_ranks_everybody_or_nobody():
         with pytest.raises(ValueError, match="a history for each of 300"):
             metrics.evaluate(other, score)
     with pytest.raises(ValueError, match=r"scores: .*41\), .*got \(300, 40"):
-        metrics.evaluate(split, lambda part: np.zeros((len(part), 40)))
+        metrics.evaluate(
+            split, lambda user_indices: np.zeros((len(user_indices), 40))
+        )
 
 
 @pytest.mark.parametrize(

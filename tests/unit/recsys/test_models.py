@@ -14,25 +14,33 @@ from bft_ref import reml
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
 from bft_ref.recsys.models import (
+    CONFIGS,
     GATES,
     Gate,
-    InitialPrecision,
-    ModelConfig,
+    HSTUFilter,
+    SASRecConfig,
     build,
 )
 from bft_ref.recsys.models.base import as_batch
 from bft_ref.recsys.models.hstu import HSTULayer
 from bft_ref.recsys.models.sasrec import Block
 from tests.factories import ENDS, randomise
+from tests.unit.recsys.configs import make_config
 
-SMALL = {"n_items": 30, "d": 16, "ffn": 24, "heads": 2, "length": 8}
+SMALL = {
+    "n_items": 30,
+    "d_model": 16,
+    "dim_feedforward": 24,
+    "nhead": 2,
+    "max_length": 8,
+}
 MODELS = ("sasrec", "bert4rec", "hstu")
 FILTER = BFTConfig(project_variance=False)
 
 
 def small(model="sasrec", *, dropout=0.0, seed=0, frequency=None, **given):
     torch.manual_seed(seed)
-    config = ModelConfig(model=model, dropout=dropout, **(SMALL | given))
+    config = make_config(model=model, dropout=dropout, **(SMALL | given))
     found = build(config, frequency)
     with torch.no_grad():  # so that no bias or norm is trivial
         for name, p in found.named_parameters():
@@ -51,9 +59,9 @@ ITEMS = ids([3, 7, 7, 1], [5, 2, 9, 30, 4, 8, 6], [11])
 def to_torch(block: Block, norm_first: bool) -> nn.TransformerEncoderLayer:
     c = block.config
     layer = nn.TransformerEncoderLayer(
-        c.d,
-        c.heads,
-        c.ffn,
+        c.d_model,
+        c.nhead,
+        c.dim_feedforward,
         c.dropout,
         c.activation,
         batch_first=True,
@@ -75,7 +83,7 @@ def to_torch(block: Block, norm_first: bool) -> nn.TransformerEncoderLayer:
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_plain_sasrec_is_torchs_pre_norm_encoder(activation):
-    model = small(activation=activation, layers=3)
+    model = small(activation=activation, num_layers=3)
     x = model.embed(ITEMS)
     tokens = ITEMS.shape[1]
     mask = nn.Transformer.generate_square_subsequent_mask(tokens)
@@ -97,17 +105,17 @@ def test_plain_bert4rec_is_torchs_post_norm_encoder():
 
 
 def test_the_original_residual_is_a_loop_over_its_definition():
-    model = small(residual="original", layers=1)
+    model = small(residual="original", num_layers=1)
     block, c = model.encoder.layers[0], model.config
     h = model.embed(ITEMS)
     w_q, w_k, w_v = block.in_proj.weight.chunk(3)
     b_q, b_k, b_v = block.in_proj.bias.chunk(3)
     x = block.norm1(h)
     q, k, v = x @ w_q.T + b_q, h @ w_k.T + b_k, h @ w_v.T + b_v
-    size = c.d // c.heads
+    size = c.d_model // c.nhead
     out = torch.zeros_like(h)
     for b in range(len(h)):
-        for head in range(c.heads):
+        for head in range(c.nhead):
             s = slice(head * size, (head + 1) * size)
             for t in range(h.shape[1]):
                 logits = k[b, : t + 1, s] @ q[b, t, s] / math.sqrt(size)
@@ -120,14 +128,14 @@ def test_the_original_residual_is_a_loop_over_its_definition():
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_plain_hstu_is_a_loop_over_its_definition(timed):
-    model = small("hstu", layers=1)
+    model = small("hstu", num_layers=1)
     c = model.config
     times = None
     if timed:
         rng = np.random.default_rng(0)
         gaps = rng.uniform(0, 1e6, ITEMS.shape)
         times = torch.from_numpy(np.cumsum(gaps, 1)).float()
-    layer, size = model.layers[0], c.d // c.heads
+    layer, size = model.layers[0], c.d_model // c.nhead
     h = model.embed(ITEMS)
     expected = torch.zeros_like(h)
     ends = (ITEMS > 0).sum(1) - 1
@@ -137,8 +145,8 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
         )
         u, v, q, k = F.silu(layer.uvqk(x)).chunk(4, -1)
         for t in range(h.shape[1]):
-            o = torch.zeros(c.d)
-            for head in range(c.heads):
+            o = torch.zeros(c.d_model)
+            for head in range(c.nhead):
                 s = slice(head * size, (head + 1) * size)
                 for j in range(t + 1):
                     r = model.distance[t - j]
@@ -147,8 +155,10 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
                         gap = max(1.0, float(times[b, now] - times[b, j]))
                         bucket = min(128, int(math.log(gap) / 0.301))
                         r = r + model.bucket[bucket]
-                    o[s] += F.silu(q[t, s] @ k[j, s] + r) / c.length * v[j, s]
-            o = F.layer_norm(o, (c.d,), eps=1e-6)
+                    o[s] += (
+                        F.silu(q[t, s] @ k[j, s] + r) / c.max_length * v[j, s]
+                    )
+            o = F.layer_norm(o, (c.d_model,), eps=1e-6)
             expected[b, t] = h[b, t] + layer.out(u[t] * o)
     inside = ITEMS > 0
     found = model(ITEMS, times)
@@ -160,15 +170,15 @@ def test_plain_hstu_is_a_loop_over_its_definition(timed):
 def test_hstu_at_the_ends_of_float32(granularity, size, log):
     torch.manual_seed(0)
     bft = BFTConfig(granularity=granularity)
-    layer = HSTULayer(ModelConfig(**SMALL | {"model": "hstu", "bft": bft}))
-    features = layer.config.d if granularity == "feature" else 1
+    layer = HSTULayer(make_config(**SMALL | {"model": "hstu", "bft": bft}))
+    features = layer.config.d_model if granularity == "feature" else 1
     for weight in [0.02, 1e-15, 0.4]:
         with torch.no_grad():
             layer.uvqk.weight.copy_(weight * torch.randn(64, 16))
         h = size * torch.randn(2, 4, 16)
         leaves = [h, log + 2 * torch.randn(2, 4, features)]
         leaves = [x.requires_grad_() for x in leaves]
-        out, trace = layer(Belief(*leaves), torch.randn(1, 1, 4, 4), True)
+        out, trace = layer.step(Belief(*leaves), torch.randn(1, 1, 4, 4))
         assert out.mean.isfinite().all()
         assert out.log_precision.isfinite().all()
         assert ((trace.gain >= 0) & (trace.gain <= 1)).all()
@@ -191,16 +201,16 @@ def test_hstu_variance_is_the_loop_over_weights(
         prior_scale=prior_scale,
         project_variance=project,
     )
-    config = ModelConfig(model="hstu", dropout=0.0, bft=bft, **SMALL)
+    config = make_config(model="hstu", dropout=0.0, bft=bft, **SMALL)
     layer = HSTULayer(config)
     nn.init.normal_(layer.uvqk.weight, std=0.4)
-    tokens, d = 5, config.d
+    tokens, d = 5, config.d_model
     features = d if granularity == "feature" else 1
     belief = Belief(
         2.5 * torch.randn(1, tokens, d), torch.randn(1, tokens, features)
     )
     relative = torch.randn(1, 1, tokens, tokens)
-    _, trace = layer(belief, relative, trace=True)
+    _, trace = layer.step(belief, relative)
     h, precision = belief.mean[0], belief.precision[0]
     spread = h.std(-1, correction=0)
     x = F.layer_norm(h, (d,), eps=1e-6)
@@ -209,7 +219,7 @@ def test_hstu_variance_is_the_loop_over_weights(
     before = inner[:, d : 2 * d]
     slope = torch.sigmoid(before) * (1 + before * (1 - torch.sigmoid(before)))
     w_v = layer.uvqk.weight[d : 2 * d]
-    t, size = 3, d // config.heads
+    t, size = 3, d // config.nhead
     o, var_o = torch.zeros(d), torch.zeros(d)
     mean_precision = precision[: t + 1].mean()
     for i in range(d):
@@ -217,7 +227,7 @@ def test_hstu_variance_is_the_loop_over_weights(
         a = torch.stack(
             [
                 F.silu(q[t, s] @ k[j, s] + relative[0, 0, t, j])
-                / config.length
+                / config.max_length
                 * precision[j].mean()
                 / mean_precision
                 for j in range(t + 1)
@@ -263,7 +273,7 @@ def test_the_switch_makes_every_layer_a_filter(model, granularity):
         p.numel() for p in plain.parameters()
     )
     assert extra == 2 * features + filtered.items.num_embeddings
-    hidden, traces = filtered(ITEMS, trace=True)
+    hidden, traces = filtered.steps(ITEMS)
     torch.testing.assert_close(hidden, filtered(ITEMS))
     assert len(traces) == 2
     for trace in traces:
@@ -277,9 +287,9 @@ def test_the_switch_makes_every_layer_a_filter(model, granularity):
 @pytest.mark.parametrize("model, layers", [("sasrec", 2), ("bert4rec", 1)])
 def test_a_filter_with_a_vague_prior_is_the_plain_model(model, layers):
     bft = BFTConfig(prior_scale="unit", process_noise=1e8)
-    plain = small(model, seed=1, layers=layers)
+    plain = small(model, seed=1, num_layers=layers)
     filtered = small(
-        model, seed=1, layers=layers, bft=bft, tau="unit", tau_start=1e-8
+        model, seed=1, num_layers=layers, bft=bft, tau="unit", tau_start=1e-8
     )
     state = {
         name.replace("self_attn.in_proj_", "in_proj.").replace(
@@ -323,7 +333,7 @@ def test_causal_models_do_not_see_ahead(model, bft):
 
 def test_bert4rec_asks_with_a_mask_after_the_whole_history():
     net = small("bert4rec")
-    asked, _ = net.question(ITEMS)
+    asked, _ = net.evaluation_inputs(ITEMS)
     assert asked[0].tolist() == [3, 7, 7, 1, 31, 0, 0, 0]
     assert asked[1].tolist() == [5, 2, 9, 30, 4, 8, 6, 31]
     changed = ITEMS.clone()
@@ -406,10 +416,10 @@ def attended_by_hand(block, query, source, visible):
     b_q, b_k, b_v = block.in_proj.bias.chunk(3)
     q = query @ w_q.T + b_q
     k, v = source @ w_k.T + b_k, source @ w_v.T + b_v
-    size = c.d // c.heads
-    out = torch.zeros(len(query), c.heads, size)
+    size = c.d_model // c.nhead
+    out = torch.zeros(len(query), c.nhead, size)
     for t in range(len(query)):
-        for head in range(c.heads):
+        for head in range(c.nhead):
             s = slice(head * size, (head + 1) * size)
             seen = [j for j in range(len(source)) if visible(t, j)]
             logits = k[seen][:, s] @ q[t, s] / math.sqrt(size)
@@ -421,7 +431,7 @@ def attended_by_hand(block, query, source, visible):
 @pytest.mark.parametrize("norm", ["pre", "post", "original"])
 def test_a_gated_block_written_out(kind, norm):
     torch.manual_seed(3)
-    config = ModelConfig(gate=kind, dropout=0.0, **SMALL)
+    config = make_config(gate=kind, dropout=0.0, **SMALL)
     causal = norm != "post"
     block = randomise(Block(config, norm, causal)).eval()
     h = 1.7 * torch.randn(6, 16)
@@ -463,14 +473,14 @@ def test_the_mask_counts_among_the_places():
     long = torch.arange(1, 11)[None]
     for count in (3, 7, 8):
         items = torch.where(torch.arange(10) < count, long, 0)
-        asked, _ = model.question(items)
+        asked, _ = model.evaluation_inputs(items)
         kept = asked[0][asked[0] > 0].tolist()
         first = max(count - 7, 0) + 1
         assert kept == [*range(first, count + 1), model.mask_id]
     whole = torch.arange(1, 9)[None]
     model(whole).square().sum().backward()
     assert (model.positions.weight.grad.abs().sum(1) > 0).all()
-    assert len(model.positions.weight) == model.config.length
+    assert len(model.positions.weight) == model.config.max_length
 
 
 def test_bert4rec_drops_out_after_its_first_norm():
@@ -484,7 +494,7 @@ def test_bert4rec_drops_out_after_its_first_norm():
 
 
 def test_hstu_starts_as_published():
-    layer = HSTULayer(ModelConfig(n_items=5, model="hstu", d=64))
+    layer = HSTULayer(make_config(n_items=5, model="hstu", d_model=64))
     assert layer.uvqk.bias is None
     w, out = layer.uvqk.weight.detach(), layer.out.weight.detach()
     assert w.std().item() == pytest.approx(0.02, rel=0.05)
@@ -494,7 +504,7 @@ def test_hstu_starts_as_published():
 
 def test_a_plain_block_has_a_gated_activation():
     torch.manual_seed(0)
-    config = ModelConfig(activation="swiglu", dropout=0.0, **SMALL)
+    config = make_config(activation="swiglu", dropout=0.0, **SMALL)
     block = Block(config, "pre", True).eval()
     x = torch.randn(2, 3, 16)
     opening, through = block.linear1(x).chunk(2, -1)
@@ -533,7 +543,7 @@ def test_tau_bias_moves_the_logits_alone(model):
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
 def test_tau_bias_adds_log_tau_of_the_key_to_the_logits(model):
-    net = small(model, tau_bias=True, layers=1)
+    net = small(model, tau_bias=True, num_layers=1)
     log_tau = net.tau.learned.log_precision.weight
     nn.init.normal_(log_tau, 0.4, 1.5)
     block = net.encoder.layers[0]
@@ -562,42 +572,10 @@ def test_tau_bias_adds_log_tau_of_the_key_to_the_logits(model):
         torch.testing.assert_close(found, last(expected)[0])
 
 
-def test_initial_precision_sources():
-    frequency = np.array([0, 1, 3, 8, 20])
-    given = {"rows": 6, "d": 4, "start": 2.5}
-    ids_ = torch.arange(6)[None]
-    embedding = torch.randn(1, 6, 4)
-    for source in ("item", "mlp", "unit"):
-        log_tau = InitialPrecision(source, **given)(ids_, embedding)
-        assert log_tau.shape == (1, 6, 1)
-        torch.testing.assert_close(
-            log_tau, torch.full_like(log_tau, math.log(2.5))
-        )
-    fixed = InitialPrecision(
-        "frequency", frequency=frequency, power=-0.5, **given
-    )
-    tau = fixed(ids_, embedding).exp()[0, 1:5, 0]
-    torch.testing.assert_close(
-        tau / tau[0], torch.tensor((frequency[1:] + 1) / 2.0).float() ** -0.5
-    )
-    assert tau.log().mean().exp() == pytest.approx(2.5, rel=1e-5)
-    shuffled = InitialPrecision(
-        "shuffled", frequency=frequency, power=-0.5, **given
-    )
-    other = shuffled(ids_, embedding).exp()[0, 1:5, 0]
-    torch.testing.assert_close(other.sort().values, tau.sort().values)
-    assert not torch.equal(other, tau)
-    assert not list(fixed.parameters()) + list(shuffled.parameters())
-    with pytest.raises(ValueError, match="frequency"):
-        InitialPrecision("frequency", **given)
-    with pytest.raises(ValueError, match="tau"):
-        InitialPrecision("none", **given)
-
-
 @pytest.mark.parametrize("given, std", [(None, 16**-0.5), (0.02, 0.02)])
 def test_vectors_start_with_the_spread_asked_for(given, std):
     torch.manual_seed(0)
-    net = build(ModelConfig(**SMALL | {"n_items": 2000}, embedding_std=given))
+    net = build(make_config(**SMALL | {"n_items": 2000}, embedding_std=given))
     assert net.items.weight[1:].std().item() == pytest.approx(std, rel=0.02)
     assert net.positions.weight.std().item() == pytest.approx(std, rel=0.2)
 
@@ -615,24 +593,26 @@ def test_precision_learns_at_its_own_rate():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"d": 15}, "heads"),
+        ({"d_model": 15}, "nhead"),
         ({"embedding_std": 0.0}, "embedding_std: expected a number in"),
         ({"dropout": 1.0}, "dropout"),
-        ({"layers": 0}, "layers"),
-        ({"model": "gru"}, "model"),
-        ({"gate": "x"}, "gate"),
-        ({"tau": "x"}, "tau"),
-        ({"gate": "ligr", "bft": FILTER}, "bft"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"gate": "x"}, "gate: expected one of none, constant"),
+        ({"tau": "x"}, "tau: expected one of item, mlp"),
+        ({"residual": "post"}, "residual: expected one of pre, original"),
+        ({"gate": "ligr", "bft": FILTER}, "gate: .*a Bayesian filter does no"),
         ({"gate": "ligr", "gate_value": 0.5}, "does not read it; got 0.5"),
         ({"tau_start": 2.0}, "plain model without tau_bias does not read"),
-        ({"temperature": 0.1}, "sasrec does not read it; got 0.1"),
         ({"bft": FILTER, "tau_power": -0.5}, "tau 'item' does not read it"),
-        ({"model": "hstu", "activation": "relu"}, "no feed-forward network"),
-        ({"model": "hstu", "bft": BFTConfig(reading="value")}, "HSTU's"),
-        ({"tau_bias": True, "bft": FILTER}, "bft"),
-        ({"model": "bert4rec", "residual": "original"}, "residual"),
-        ({"model": "hstu", "gate": "ligr"}, "gate"),
-        ({"model": "bert4rec", "length": 1}, "length: expected at least 2"),
+        ({"tau_bias": True, "bft": FILTER}, "tau_bias: .*a Bayesian filter"),
+        ({"residual": "original", "bft": FILTER}, "residual: .*a Bayesian fi"),
+        ({"model": "bert4rec", "max_length": 1}, "max_length: .* at least 2"),
+        ({"model": "bert4rec", "mask_rate": 0.0}, "mask_rate: expected a num"),
+        ({"model": "bert4rec", "mask_rate": 1.5}, "mask_rate: expected a num"),
+        ({"model": "bert4rec", "mask_rate": math.nan}, "mask_rate: expected"),
+        ({"model": "bert4rec", "last_rate": -0.1}, "last_rate: expected a nu"),
+        ({"model": "bert4rec", "last_rate": 1.1}, "last_rate: expected a num"),
+        ({"model": "bert4rec", "last_rate": math.nan}, "last_rate: expected"),
         ({"dropout": math.nan}, "dropout"),
         ({"embedding_std": math.nan}, "embedding_std: expected a number in"),
         ({"gate": "constant", "gate_value": math.nan}, "gate_value"),
@@ -644,7 +624,7 @@ def test_precision_learns_at_its_own_rate():
 )
 def test_configuration_names_the_bad_argument(given, said):
     with pytest.raises(ValueError, match=said):
-        ModelConfig(**(SMALL | given))
+        make_config(**(SMALL | given))
 
 
 @pytest.mark.parametrize(
@@ -652,12 +632,19 @@ def test_configuration_names_the_bad_argument(given, said):
     [
         *(
             ({name: value}, f"{name}: expected int, got {value!r}")
-            for name in ("n_items", "d", "layers", "heads", "ffn", "length")
+            for name in (
+                "n_items",
+                "d_model",
+                "num_layers",
+                "nhead",
+                "dim_feedforward",
+                "max_length",
+            )
             for value in (16.0, True, "16", None)
         ),
         *(
             ({name: value}, f"{name}: expected float.*, got {value!r}")
-            for name in ("dropout", "tau_power", "tau_start", "temperature")
+            for name in ("dropout", "tau_power", "tau_start")
             for value in ("0.1", True, None)
         ),
         ({"embedding_std": "x"}, "embedding_std: expected float or None"),
@@ -665,29 +652,67 @@ def test_configuration_names_the_bad_argument(given, said):
         ({"gate_value": (1.0, "x")}, "gate_value: expected float, got 'x'"),
         ({"tau_bias": 1}, "tau_bias: expected bool, got 1"),
         ({"tau_bias": "no"}, "tau_bias: expected bool, got 'no'"),
-        ({"model": 3}, "model: expected str, got 3"),
         ({"activation": F.relu}, "activation: expected str"),
         ({"bft": True}, "bft: expected BFTConfig or None, got True"),
         (
-            {"bft": {"project_variance": False}},
+            {"bft": {"reading": "value"}},
             "bft: expected BFTConfig or None, got",
         ),
     ],
 )
 def test_configuration_names_a_field_of_another_type(given, said):
     with pytest.raises(TypeError, match=said):
-        ModelConfig(**(SMALL | given))
+        make_config(**(SMALL | given))
+
+
+@pytest.mark.parametrize(
+    "model, option",
+    [
+        ("sasrec", {"temperature": 0.1}),
+        ("sasrec", {"mask_rate": 0.5}),
+        ("bert4rec", {"residual": "original"}),
+        ("hstu", {"activation": "relu"}),
+        ("hstu", {"gate": "ligr"}),
+        ("hstu", {"tau_bias": True}),
+    ],
+)
+def test_a_model_has_no_option_of_another(model, option):
+    with pytest.raises(TypeError, match=f"argument '{next(iter(option))}'"):
+        CONFIGS[model](n_items=30, **option)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"granularity": "x"}, ValueError),
+        ({"prior_scale": "x"}, ValueError),
+        ({"prior_dof": 0.0}, ValueError),
+        ({"process_noise": math.nan}, ValueError),
+        ({"process_noise": "1"}, TypeError),
+        ({"project_variance": 1}, TypeError),
+    ],
+)
+def test_the_filter_of_hstu_names_the_bad_argument(given, error):
+    with pytest.raises(error, match=f"^{next(iter(given))}: expected"):
+        HSTUFilter(**given)
+    for other in (True, BFTConfig(), {}):
+        with pytest.raises(TypeError, match="bft: expected HSTUFilter or No"):
+            CONFIGS["hstu"](n_items=30, bft=other)
 
 
 def test_numbers_of_numpy_are_numbers():
-    given = {"n_items": np.int64(30), "d": np.int32(16), "tau_bias": np.True_}
+    given = {
+        "n_items": np.int64(30),
+        "d_model": np.int32(16),
+        "tau_bias": np.True_,
+    }
     given |= {"dropout": np.float32(0.5), "tau_power": -1, "tau": "frequency"}
-    found = ModelConfig(**given)
-    plain = {"n_items": 30, "d": 16, "tau_bias": True, "dropout": 0.5}
-    expected = ModelConfig(**plain, tau_power=-1.0, tau="frequency")
+    found = make_config(**given)
+    plain = {"n_items": 30, "d_model": 16, "tau_bias": True, "dropout": 0.5}
+    expected = make_config(**plain, tau_power=-1.0, tau="frequency")
     assert found == expected
     assert json.dumps(asdict(found)) == json.dumps(asdict(expected))
-    listed = ModelConfig(9, gate="vector", gate_value=[1, 0.5])
+    listed = SASRecConfig(9, gate="vector", gate_value=[1, 0.5])
     assert listed.gate_value == (1.0, 0.5) and hash(listed)
 
 
@@ -709,14 +734,14 @@ def test_numbers_of_numpy_are_numbers():
 def test_frequencies_that_are_none_are_refused(model, frequency, error, said):
     """Also by a model that would not read them."""
     for given in ({"bft": BFTConfig(), "tau": "shuffled"}, {}):
-        config = ModelConfig(model=model, **(SMALL | given))
+        config = make_config(model=model, **(SMALL | given))
         with pytest.raises(error, match=f"frequency: .*{said}"):
             build(config, frequency)
 
 
 def test_only_a_configuration_builds_a_model():
     for given in ("sasrec", BFTConfig(), {"n_items": 3}):
-        with pytest.raises(TypeError, match="config: expected a ModelConfig"):
+        with pytest.raises(TypeError, match="config: expected one of SASRecC"):
             build(given)
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bft_ref.config import BFTConfig
-from bft_ref.recsys.models import ModelConfig, Recommender, as_batch, build
+from bft_ref.recsys.models import Recommender, as_batch, build
 from bft_ref.recsys.models.padding import on_the_right
 from bft_ref.recsys.train import Batch, TrainConfig, trainer
 from tests.factories import label, randomise
+from tests.unit.recsys.configs import make_config
 
 N, LENGTH = 30, 8
 FILTERS = [
@@ -46,8 +47,13 @@ each_model = pytest.mark.parametrize("variant", MODELS, ids=label)
 
 def make(dropout=0.0, **variant) -> Recommender:
     torch.manual_seed(0)
-    config = ModelConfig(
-        n_items=N, d=16, ffn=24, length=LENGTH, dropout=dropout, **variant
+    config = make_config(
+        n_items=N,
+        d_model=16,
+        dim_feedforward=24,
+        max_length=LENGTH,
+        dropout=dropout,
+        **variant,
     )
     return randomise(build(config, np.arange(N + 1))).eval()
 
@@ -94,7 +100,9 @@ def test_padding_on_either_side_gives_the_same_bits(variant, first):
         assert torch.equal(net.scores(items, when), net.scores(RIGHT, then))
         same(net(items, when), net(RIGHT, then), first)
         asked = zip(
-            net.question(items, when), net.question(RIGHT, then), strict=True
+            net.evaluation_inputs(items, when),
+            net.evaluation_inputs(RIGHT, then),
+            strict=True,
         )
         for found, expected in asked:
             assert found is expected or torch.equal(found, expected)
@@ -105,7 +113,7 @@ def test_padding_on_either_side_gives_the_same_bits(variant, first):
 def test_a_batch_padded_on_the_right_is_read_as_it_is():
     """Not even copied: what was stored stays reproducible to the bit."""
     times = padded(TIMES, LENGTH, [0, 0, 0, 0])
-    rows = on_the_right(RIGHT, times, largest=N, length=LENGTH)
+    rows = on_the_right(RIGHT, times, largest=N, max_length=LENGTH)
     assert rows.items is RIGHT and rows.times is times
     hidden = torch.randn(4, LENGTH, 3)
     assert rows.restore(hidden, 1) is hidden
@@ -123,8 +131,8 @@ def test_the_times_of_a_shifted_history_are_read():
 )
 def test_internals_stand_where_their_tokens_do(variant):
     net, first = make(**variant), LATE["left"]
-    hidden, traces = net(padded(ROWS, LENGTH, first), trace=True)
-    expected, theirs = net(RIGHT, trace=True)
+    hidden, traces = net.steps(padded(ROWS, LENGTH, first))
+    expected, theirs = net.steps(RIGHT)
     same(hidden, expected, first)
     for found, right in zip(traces, theirs, strict=True):
         pairs = [(found.observation, right.observation), (found, right)]
@@ -174,9 +182,7 @@ def test_a_batch_padded_elsewhere_trains_the_same(variant, first):
     for batch in (right, other):
         net.zero_grad()
         torch.manual_seed(3)
-        loss = trainer._Questions(net)(
-            batch, torch.arange(1, 9), TrainConfig()
-        )
+        loss = trainer._Loss(net)(batch, torch.arange(1, 9), TrainConfig())
         loss.backward()
         found.append((loss, [p.grad for p in net.parameters()]))
     (loss, gradients), (other_loss, other_gradients) = found
@@ -190,7 +196,7 @@ def test_a_target_that_stands_on_padding_is_refused():
     whole = padded(ROWS, LENGTH, LATE["left"])
     batch = Batch(whole[:, :-1], whole[:, 1:], None)
     with pytest.raises(ValueError, match="target: expected 0 where items are"):
-        trainer._Questions(make())(batch, torch.tensor([1]), TrainConfig())
+        trainer._Loss(make())(batch, torch.tensor([1]), TrainConfig())
 
 
 @each_variant
@@ -206,7 +212,7 @@ def test_a_history_of_padding_alone_is_finite_and_not_scored(
     for p in net.parameters():
         assert p.grad is None or p.grad.isfinite().all()
     for given_ in (items, items[:, :0], torch.zeros(1, 4, dtype=torch.long)):
-        for ask in (net.scores, net.question):
+        for ask in (net.scores, net.evaluation_inputs):
             with pytest.raises(ValueError, match="at least one item.*row 0"):
                 ask(given_)
 
@@ -256,12 +262,12 @@ NO_BATCH = [
     (
         torch.arange(1, 10)[None],
         ValueError,
-        "items: expected at most length=8 .* got 9 in row 0; .*as_batch",
+        "items: expected at most max_length=8 .* got 9 in row 0; .*as_batch",
     ),
     (
         F.pad(torch.arange(1, 10)[None], (3, 1)),
         ValueError,
-        "items: expected at most length=8 .* got 9 in row 0",
+        "items: expected at most max_length=8 .* got 9 in row 0",
     ),
 ]
 
@@ -270,7 +276,7 @@ NO_BATCH = [
 @pytest.mark.parametrize("items, error, said", NO_BATCH)
 def test_what_is_no_batch_is_named(variant, items, error, said):
     net = make(**variant)
-    calls = [net.scores, net.question]
+    calls = [net.scores, net.evaluation_inputs]
     if "1…30" not in said or variant.get("model") != "bert4rec":
         calls += [net, net.embed]  # where BERT4Rec's [MASK] is an id as well
     for call in calls:
@@ -332,7 +338,7 @@ def test_any_integer_is_an_id(dtype):
 )
 def test_what_are_no_times_is_named(times, error, said):
     net, items = make(model="hstu"), torch.tensor([[4, 5, 6]])
-    for call in (net, net.scores, net.question):
+    for call in (net, net.scores, net.evaluation_inputs):
         with pytest.raises(error, match=said):
             call(items, times)
 
@@ -354,13 +360,13 @@ def test_scores_are_not_left_to_dropout():
 
 @each_model
 def test_a_plain_model_is_not_traced(variant):
-    with pytest.raises(ValueError, match="trace: expected False for a plain"):
-        make(**variant)(RIGHT, trace=True)
+    with pytest.raises(ValueError, match="traces: expected None for a plain"):
+        make(**variant).steps(RIGHT)
 
 
 @pytest.mark.parametrize("variant", [*MODELS, {"bft": BFTConfig()}], ids=label)
 def test_a_compiled_model_moves_what_it_cannot_look_at(variant):
-    net = make(layers=1, **variant)
+    net = make(num_layers=1, **variant)
     first = LATE["left"]
     items, times = (padded(x, LENGTH, first) for x in (ROWS, TIMES))
     right = padded(TIMES, LENGTH, [0] * 4)
@@ -434,14 +440,16 @@ def test_a_batch_is_made_of_histories_of_integers():
         with pytest.raises(error, match=said):
             as_batch(rows, 4)
     for length in (0, -3):
-        with pytest.raises(ValueError, match=f"length: .* got {length}"):
+        with pytest.raises(ValueError, match=f"max_length: .* got {length}"):
             as_batch([[1]], length)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
 def test_a_catalogue_of_one_item(variant):
     torch.manual_seed(0)
-    config = ModelConfig(n_items=1, d=16, ffn=24, length=4, **variant)
+    config = make_config(
+        n_items=1, d_model=16, dim_feedforward=24, max_length=4, **variant
+    )
     net = randomise(build(config, [0, 5])).eval()
     for items in as_batch([[1], [1, 1, 1]], 4), torch.tensor([[0, 1], [1, 1]]):
         scores = net.scores(items)
@@ -451,9 +459,9 @@ def test_a_catalogue_of_one_item(variant):
     for index, kind in product(range(2), ("sampled", "full", "bce", "gbce")):
         net.zero_grad()
         hidden = net(torch.tensor([[1, 1]]))[0, : index + 1]
-        keys, bias = net.keys()
+        keys, bias = net.item_embeddings()
         loss = trainer.next_item_loss(
-            net.head(hidden),
+            net.query(hidden),
             torch.ones(index + 1, dtype=torch.long),
             keys,
             bias,
@@ -465,7 +473,7 @@ def test_a_catalogue_of_one_item(variant):
         if kind in ("sampled", "full"):  # what is certain costs nothing
             assert loss == 0
         else:
-            score = net.head(hidden) @ keys[1]
+            score = net.query(hidden) @ keys[1]
             score = score if bias is None else score + bias[1]
             torch.testing.assert_close(loss, F.softplus(-score).mean() / 4)
         assert net.items.weight.grad.isfinite().all()
@@ -484,7 +492,9 @@ def test_times_whose_dtype_does_not_tell_seconds_apart_are_refused():
 
 @pytest.mark.parametrize("length", [2.5, True, "2"])
 def test_the_length_of_a_batch_is_a_whole_number(length):
-    with pytest.raises(TypeError, match="^length: expected a whole number"):
+    with pytest.raises(
+        TypeError, match="^max_length: expected a whole number"
+    ):
         as_batch([[1, 2]], length)
 
 

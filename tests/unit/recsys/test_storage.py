@@ -13,21 +13,23 @@ import torch
 from torch import nn
 
 from bft_ref.config import BFTConfig
+from bft_ref.recsys import fields as stored_fields
 from bft_ref.recsys import storage
-from bft_ref.recsys.models import ModelConfig, build
+from bft_ref.recsys.models import SASRecConfig, build
 from bft_ref.recsys.storage import from_json, load, save, to_json
 from bft_ref.recsys.train import TrainConfig
 from tests.factories import label, randomise
+from tests.unit.recsys.configs import make_config
 
 ROOT = Path(__file__).resolve().parents[3]
 FILTER = BFTConfig(granularity="token", prior_dof=3.5, project_variance=False)
 CONFIGS = [
-    ModelConfig(n_items=7),
-    ModelConfig(n_items=7, gate="vector", gate_value=(0.1, 0.7), layers=2),
-    ModelConfig(n_items=7, model="hstu", temperature=0.2, embedding_std=0.1),
-    ModelConfig(n_items=7, bft=FILTER, tau="shuffled", tau_power=0.5),
+    make_config(n_items=7),
+    make_config(n_items=7, gate="vector", gate_value=(0.1, 0.7), num_layers=2),
+    make_config(n_items=7, model="hstu", temperature=0.2, embedding_std=0.1),
+    make_config(n_items=7, bft=FILTER, tau="shuffled", tau_power=0.5),
     FILTER,
-    TrainConfig(loss="gbce", calibration=0.1, seed=2**64 - 1, lr=1e-300),
+    TrainConfig(loss="gbce", gbce_t=0.1, seed=2**64 - 1, lr=1e-300),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=label)
 
@@ -48,71 +50,71 @@ def changed(config, **fields_):
 
 
 def test_what_was_added_later_has_its_default():
-    content = json.loads(to_json(ModelConfig(n_items=7, d=8)))
+    content = json.loads(to_json(make_config(n_items=7, d_model=8)))
     del content["fields"]["gate"], content["fields"]["bft"]
-    found = from_json(ModelConfig, json.dumps(content))
-    assert found == ModelConfig(n_items=7, d=8)
+    found = from_json(SASRecConfig, json.dumps(content))
+    assert found == make_config(n_items=7, d_model=8)
     within = {"granularity": "token"}
-    found = from_json(ModelConfig, changed(found, bft=within))
+    found = from_json(SASRecConfig, changed(found, bft=within))
     assert found.bft == BFTConfig(granularity="token")
 
 
 @pytest.mark.parametrize(
     "kind, text, error, said",
     [
-        (ModelConfig, "n_items: 3", ValueError, "text: expected JSON, got"),
-        (ModelConfig, "[1]", ValueError, "text: expected what to_json wrote"),
-        (ModelConfig, "{}", ValueError, "text: expected what to_json wrote"),
+        (SASRecConfig, "n_items: 3", ValueError, "text: expected JSON, got"),
+        (SASRecConfig, "[1]", ValueError, "text: expected what to_json wrote"),
+        (SASRecConfig, "{}", ValueError, "text: expected what to_json wrote"),
         (
             TrainConfig,
             to_json(CONFIGS[0]),
             ValueError,
-            "kind: expected one of TrainConfig, got 'ModelConfig'",
+            "kind: expected one of TrainConfig, got 'SASRecConfig'",
         ),
         (
-            ModelConfig,
-            to_json(CONFIGS[0]).replace('"version": 1', '"version": 2'),
+            SASRecConfig,
+            to_json(CONFIGS[0]).replace('"version": 2', '"version": 3'),
             ValueError,
-            "version: expected at most 1, got 2",
+            "version: expected at most 2, got 3",
         ),
         (
-            ModelConfig,
-            to_json(CONFIGS[0]).replace('"version": 1', '"version": null'),
+            SASRecConfig,
+            to_json(CONFIGS[0]).replace('"version": 2', '"version": null'),
             ValueError,
-            "version: expected at most 1, got None",
+            "version: expected at most 2, got None",
         ),
         (
-            ModelConfig,
+            SASRecConfig,
             changed(CONFIGS[0], colour="red"),
             ValueError,
-            "colour: expected a field of ModelConfig",
+            "colour: expected a field of SASRecConfig",
         ),
         (
-            ModelConfig,
+            SASRecConfig,
             changed(CONFIGS[0], bft={"colour": "red"}),
             ValueError,
             "colour: expected a field of BFTConfig",
         ),
         (
-            ModelConfig,
+            SASRecConfig,
             changed(CONFIGS[0], bft=True),
             TypeError,
             "BFTConfig: expected fields, got True",
         ),
         (
-            ModelConfig,
+            SASRecConfig,
             changed(CONFIGS[0], bft={"project_variance": "no"}),
             TypeError,
-            "project: expected bool, got 'no'",
+            "project_variance: expected bool, got 'no'",
         ),
         (
-            ModelConfig,
-            changed(CONFIGS[0], d=8.5),
+            SASRecConfig,
+            changed(CONFIGS[0], d_model=8.5),
             TypeError,
-            "d: expected int, got 8.5",
+            "d_model: expected int, got 8.5",
         ),
         (
-            ModelConfig,
+            SASRecConfig,
             changed(CONFIGS[0], gate="sigmoid"),
             ValueError,
             "gate: expected one of",
@@ -140,7 +142,7 @@ def test_a_field_without_a_default_is_asked_for():
     content = json.loads(to_json(CONFIGS[0]))
     del content["fields"]["n_items"]
     with pytest.raises(TypeError, match="n_items"):
-        from_json(ModelConfig, json.dumps(content))
+        from_json(SASRecConfig, json.dumps(content))
 
 
 MODELS = [
@@ -169,7 +171,9 @@ torch.save(scores, sys.argv[1])
 
 def make(variant, seed=0):
     torch.manual_seed(seed)
-    config = ModelConfig(n_items=30, d=16, ffn=24, length=8, **variant)
+    config = make_config(
+        n_items=30, d_model=16, dim_feedforward=24, max_length=8, **variant
+    )
     return randomise(build(config, np.arange(31)), seed).eval()
 
 
@@ -263,15 +267,15 @@ def test_what_is_no_model_is_not_loaded(tmp_path):
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(ValueError, match="which cannot be read"):
         load(path)
-    written(path, version=2)
-    with pytest.raises(ValueError, match="version: expected at most 1, got 2"):
+    written(path, version=3)
+    with pytest.raises(ValueError, match="version: expected at most 2, got 3"):
         load(path)
     written(path, config=changed(make({}).config, colour="red"))
     with pytest.raises(ValueError, match="colour: expected a field"):
         load(path)
     for config in (
-        replace(make({}).config, d=8),
-        replace(make({}).config, layers=1),
+        replace(make({}).config, d_model=8),
+        replace(make({}).config, num_layers=1),
         replace(make({}).config, bft=BFTConfig()),
     ):
         written(path, config=to_json(config))
@@ -286,13 +290,14 @@ def test_a_newer_version_says_so(tmp_path, monkeypatch):
     """Written by a bft_ref of which this one is an older release."""
     path = tmp_path / "model.pt"
     with monkeypatch.context() as later:
-        later.setattr(storage, "VERSION", 2)
+        later.setattr(storage, "VERSION", 3)
+        later.setattr(stored_fields, "VERSION", 3)
         save(make({}), path)
         text = to_json(FILTER)
         assert load(path).config == make({}).config
         assert from_json(BFTConfig, text) == FILTER
     for read in (lambda: load(path), lambda: from_json(BFTConfig, text)):
-        with pytest.raises(ValueError, match="version: .* at most 1, got 2"):
+        with pytest.raises(ValueError, match="version: .* at most 2, got 3"):
             read()
 
 
