@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pytest
-import typer
+import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -221,26 +221,27 @@ def _lines(code: str) -> list[str]:
 
 
 def main(
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a slip to try; may be given repeatedly."),
-    ] = None,
-    slips: Annotated[Path, typer.Option(help="The list of slips.")] = SLIPS,
-    to: Annotated[
-        Path, typer.Option("--page", help="Where the page goes.")
-    ] = PAGE,
-) -> None:
-    """Try every slip; exit with 1 if a test misses one.
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    slips: Path = SLIPS,
+    to: Annotated[Path, tyro.conf.arg(name="page")] = PAGE,
+) -> int:
+    """Try every slip; 1 if a test misses one.
 
     The page is written only when all slips of the list were tried.
+
+    Args:
+        only: name of a slip to try; may be given repeatedly
+        slips: the list of slips
+        to: where the page goes
     """
     for name in ("BFT_FACTS", "PYTEST_ADDOPTS"):
         os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)
     everything = read(slips)
-    unknown = set(only or []) - {slip.name for slip in everything}
+    unknown = set(only) - {slip.name for slip in everything}
     if unknown:
-        raise typer.BadParameter(f"no slip is called {sorted(unknown)}")
+        print(f"--only: no slip is called {sorted(unknown)}", file=sys.stderr)
+        return 2
     chosen = [slip for slip in everything if not only or slip.name in only]
     for slip in chosen:
         slip.applied((ROOT / "bft_ref" / slip.file).read_text("utf8"))
@@ -261,7 +262,7 @@ def main(
                 whole.message,
                 markup=False,
             )
-            raise typer.Exit(2)
+            return 2
         for slip in track(chosen, "Slips", console=console):
             outcome = tried(slip, folder)
             outcomes.append((slip, outcome))
@@ -284,8 +285,8 @@ def main(
         to.write_text(page(outcomes), "utf8")
     if survived:
         console.print("survived:", ", ".join(survived), markup=False)
-        raise typer.Exit(1)
+    return bool(survived)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(tyro.cli(main))
