@@ -81,7 +81,7 @@ def trained(device: str) -> dict:
     ).sequences
     found = {}
     for name, bft in [("plain", None), ("filter", BFTConfig())]:
-        model = SASRecConfig(num_items=sequences.n_items, bft=bft)
+        model = SASRecConfig(n_items=sequences.n_items, bft=bft)
         epochs = 1 if small else 5
         config = TrainConfig(epochs=epochs, evaluate_every=epochs, seed=1)
         started = time.monotonic()

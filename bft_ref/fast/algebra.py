@@ -6,7 +6,6 @@ differentiated twice.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -79,10 +78,6 @@ def growth(
     return Growth.apply(first, radial, norm.z, norm.scale)[0]
 
 
-def _softplus(x: Tensor) -> Tensor:
-    return F.softplus(x, threshold=40.0)  # below it, x alone is not exact
-
-
 def _like(gradients, inputs) -> tuple[Tensor | None, ...]:
     """Gradients of what was broadcast, summed, in the dtype it had."""
     return tuple(
@@ -96,7 +91,7 @@ def _about(tensors) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 class Update(Function):
-    """h + K∘e, log(λ + λ_obs) = log λ + log(1 + λ_obs/λ), and K."""
+    """h + K∘e, log(λ + λ_obs), and K."""
 
     generate_vmap_rule = True
 
@@ -104,11 +99,10 @@ class Update(Function):
     def forward(
         mean: Tensor, log: Tensor, innovation: Tensor, observed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        relative = observed - log
-        k = torch.sigmoid(relative)
+        k = torch.sigmoid(observed - log)
         dtype = torch.promote_types(mean.dtype, innovation.dtype)
         after = mean.to(dtype) + k.to(dtype) * innovation
-        return after, log + _softplus(relative), k
+        return after, torch.logaddexp(log, observed), k
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -138,7 +132,7 @@ class Update(Function):
 
 
 class Predict(Function):
-    """−log((1 + J)²/λ' + Q) as log λ' − log (1 + J)² − log(1 + share of Q)."""
+    """−log((1 + J)²/λ' + Q), and which share of that variance is Q."""
 
     generate_vmap_rule = True
 
@@ -146,9 +140,9 @@ class Predict(Function):
     def forward(
         log: Tensor, log_growth: Tensor, log_q: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kept = log - log_growth
-        relative = kept + log_q
-        return kept - _softplus(relative), torch.sigmoid(relative)
+        carried = log_growth - log
+        share = torch.sigmoid(log_q - carried)
+        return -torch.logaddexp(carried, log_q), share
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -86,7 +86,7 @@ def test_two_processes_give_the_losses_of_one():
     found = json.loads(line.removeprefix("LOSSES"))
     assert set(found) == {"data_parallel", "sharded"}
     for losses in found.values():
-        assert losses == pytest.approx(expected, abs=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 if __name__ == "__main__":
