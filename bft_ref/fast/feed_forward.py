@@ -75,12 +75,13 @@ def activated(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """φ(a), φ'(a) and, if asked for, φ''(a): None where that is zero."""
     if name == "gelu":
-        slope = torch.ops.aten.gelu_backward(torch.ones_like(a), a)
+        one = a.new_ones(()).expand_as(a)
+        slope = torch.ops.aten.gelu_backward(one, a)
         if not bent:
             return F.gelu(a), slope, None
-        square = a * a  # φ'' is the density times 2 − a²
-        curve = torch.exp(-0.5 * square).mul_((2 * torch.pi) ** -0.5)
-        return F.gelu(a), slope, curve.mul_(square.neg_().add_(2))
+        half = (a * a).mul_(-0.5)  # φ'' is the density times 2 − a²
+        curve = half.exp().mul_(half.add_(1)).mul_((2 / torch.pi) ** 0.5)
+        return F.gelu(a), slope, curve
     value, slope = delta.activation_and_slope(name, a)
     if name == "relu" or not bent:
         return value, slope, None
@@ -90,11 +91,16 @@ def activated(
     return value, slope, s * (1 - s) * (2 + a - 2 * value)
 
 
-HIDDEN_BLOCK = 2**19  # hidden units at a time on a CPU
+HIDDEN_BLOCK = 2**18  # hidden units at a time on a CPU,
+LEAST_ROWS = 512  # but not fewer tokens
 
 
 def _row_blocks(rows: int, width: int, device: torch.device):
-    step = max(HIDDEN_BLOCK // width, 64) if device.type == "cpu" else rows
+    step = (
+        max(HIDDEN_BLOCK // width, LEAST_ROWS)
+        if device.type == "cpu"
+        else rows
+    )
     for start in range(0, rows, step):
         yield slice(start, start + step)
 

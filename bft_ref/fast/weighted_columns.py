@@ -75,10 +75,11 @@ def _weighted_columns(
     squares, lse = (made(q.shape[:2], dtype=kind) for _ in range(2))
     v1 = _with_column(v[..., thinned:], 1.0)  # the row sums come along
     lowest = torch.finfo(q.dtype).min
+    q = q.to(kind) * scale
     for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
-        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        w = _scores(q, k, n, t, s, is_causal, masks, heads)
         top = w.amax(-1, keepdim=True).clamp_(min=lowest)
         w.sub_(top).exp_()
         sums = torch.bmm(w, v1[n, s].to(kind))
@@ -125,10 +126,11 @@ def weighted_columns_grad(
     grad_out1 = torch.cat([grad_out[..., thinned:], -delta.unsqueeze(-1)], -1)
     v1 = _with_column(v[..., thinned:], 1.0)
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
+    q = q.to(kind) * scale
     for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
-        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        w = _scores(q, k, n, t, s, is_causal, masks, heads)
         w.sub_(lse[n, t].unsqueeze(-1)).exp_()
         _add_product(grad_v[n, s, thinned:], w.mT, grad_out[n, t, thinned:])
         grad = torch.bmm(grad_out1[n, t], v1[n, s].mT.to(kind))
@@ -140,8 +142,8 @@ def weighted_columns_grad(
             grad_v[n, s, :thinned] += torch.bmm(kept.mul_(w).mT, few)
         grad.mul_(w)
         grad_q[n, t] = torch.bmm(grad, k[n, s].to(kind))
-        _add_product(grad_k[n, s], grad.mT, q[n, t].to(kind))
-    return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
+        _add_product(grad_k[n, s], grad.mT, q[n, t])
+    return grad_q.mul_(scale), grad_k, grad_v
 
 
 @_weighted_columns.register_fake
@@ -188,13 +190,13 @@ def _plain_columns(
 ):
     """Columns and Σα̃² by differentiable operations, the same blocks."""
     kind = q.dtype if rows is None else torch.float64
-    q, k, v = q.to(kind), k.to(kind), v.to(kind)
+    q, k, v = q.to(kind) * scale, k.to(kind), v.to(kind)
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     squares = q.new_zeros(q.shape[:2])
     for i, (n, t, s) in enumerate(_blocks(q, k, is_causal, rows)):
         if rows is not None and not rows[n, t].any():
             continue
-        w = _scores(q, k, n, t, s, is_causal, scale, masks, heads, kind)
+        w = _scores(q, k, n, t, s, is_causal, masks, heads)
         top = w.detach().amax(-1, keepdim=True)
         w = (w - top.clamp(min=torch.finfo(kind).min)).exp()
         total = w.sum(-1, keepdim=True)
@@ -244,13 +246,11 @@ def _scores(
     t: slice,
     s: slice,
     is_causal: bool,
-    scale: float,
     masks: Sequence[Tensor],
     heads: int,
-    kind: torch.dtype,
 ) -> Tensor:
-    """Scores of a block, −inf where a key is hidden."""
-    w = torch.bmm(q[n, t].to(kind), k[n, s].mT.to(kind)).mul_(scale)
+    """Scores of a block, in the dtype of q, −inf where a key is hidden."""
+    w = torch.bmm(q[n, t], k[n, s].mT.to(q.dtype))
     for mask in masks:
         part = mask[:, :, t if mask.shape[2] > 1 else slice(None), s]
         if mask.shape[0] == mask.shape[1] == 1:

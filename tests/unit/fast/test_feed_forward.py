@@ -29,6 +29,7 @@ CASES = list(
 def small_blocks(monkeypatch):
     """Several blocks, the last one ragged, even at the size of a test."""
     monkeypatch.setattr(feed_forward, "HIDDEN_BLOCK", 9 * 64)
+    monkeypatch.setattr(feed_forward, "LEAST_ROWS", 64)
     monkeypatch.setattr(columns, "ROWS", 4)
     monkeypatch.setattr(columns, "HEADS", 1)
     monkeypatch.setitem(columns.BLOCK, "cpu", 64)
