@@ -5,6 +5,8 @@ pass, where the plain forms together keep some twenty. They can be
 differentiated twice.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -25,7 +27,7 @@ def update(
         return kalman.update(belief, innovation, log_observation_precision)
     checks.floating("mean", belief.mean)
     checks.broadcastable("innovation", innovation, "mean", belief.mean)
-    mean, log_precision, k = Update.apply(
+    mean, log_precision, k, _ = Update.apply(
         belief.mean,
         at_least_float32(belief.log_precision),
         innovation,
@@ -86,53 +88,57 @@ def _like(gradients, inputs) -> tuple[Tensor | None, ...]:
     )
 
 
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Of two gradients of which either may be missing."""
+    return b if a is None else a if b is None else a + b
+
+
 def _about(tensors) -> list[tuple[torch.Size, torch.dtype]]:
     return [(x.shape, x.dtype) for x in tensors]
 
 
 class Update(Function):
-    """h + K∘e, log(λ + λ_obs), and K."""
+    """h + K∘e, log(λ + λ_obs), K, and its logit, from which 1 − K is exact."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         mean: Tensor, log: Tensor, innovation: Tensor, observed: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k = torch.sigmoid(observed - log)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logit = observed - log
+        k = torch.sigmoid(logit)
         dtype = torch.promote_types(mean.dtype, innovation.dtype)
         after = mean.to(dtype) + k.to(dtype) * innovation
-        return after, torch.logaddexp(log, observed), k
+        return after, torch.logaddexp(log, observed), k, logit
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[2], output[2])
+        ctx.save_for_backward(inputs[2], output[3])
         ctx.set_materialize_grads(False)
         ctx.inputs = _about(inputs)
 
     @staticmethod
-    def backward(ctx, grad_mean, grad_log, grad_k):
-        if grad_mean is grad_log is grad_k is None:
-            return None, None, None, None
-        innovation, k = ctx.saved_tensors
-        to_gain, to_innovation = grad_k, None
+    def backward(ctx, grad_mean, grad_log, grad_k, grad_logit):
+        innovation, logit = ctx.saved_tensors
+        k, rest = torch.sigmoid(logit), torch.sigmoid(-logit)
+        to_innovation, to_k = None, grad_k
         if grad_mean is not None:
-            wide = at_least_float32(grad_mean)
-            to_innovation = wide * k
-            through = (wide * innovation).sum_to_size(k.shape)
-            to_gain = through if grad_k is None else through + grad_k
-        to_observed = None if to_gain is None else to_gain * (1 - k)
+            known = at_least_float32(grad_mean)
+            to_innovation = known * k
+            to_k = _sum((known * innovation).sum_to_size(k.shape), grad_k)
+        to_logit = _sum(grad_logit, None if to_k is None else to_k * k * rest)
+        to_log = None if to_logit is None else -to_logit
+        to_observed = to_logit
         if grad_log is not None:
-            known = to_observed is None
-            to_observed = grad_log if known else to_observed + grad_log
-        to_observed = to_observed * k
-        rest = -to_observed if grad_log is None else grad_log - to_observed
-        found = (grad_mean, rest, to_innovation, to_observed)
+            to_log = _sum(grad_log * rest, to_log)
+            to_observed = _sum(grad_log * k, to_logit)
+        found = (grad_mean, to_log, to_innovation, to_observed)
         return _like(found, ctx.inputs)
 
 
 class Predict(Function):
-    """−log((1 + J)²/λ' + Q), and which share of that variance is Q."""
+    """−log((1 + J)²/λ' + Q), and log of the former over Q."""
 
     generate_vmap_rule = True
 
@@ -141,8 +147,7 @@ class Predict(Function):
         log: Tensor, log_growth: Tensor, log_q: Tensor
     ) -> tuple[Tensor, Tensor]:
         carried = log_growth - log
-        share = torch.sigmoid(log_q - carried)
-        return -torch.logaddexp(carried, log_q), share
+        return -torch.logaddexp(carried, log_q), carried - log_q
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -151,16 +156,15 @@ class Predict(Function):
         ctx.inputs = _about(inputs)
 
     @staticmethod
-    def backward(ctx, grad, grad_share):
-        if grad is grad_share is None:
-            return None, None, None
-        (share,) = ctx.saved_tensors
-        to_q = None if grad is None else -grad * share
-        if grad_share is not None:
-            more = grad_share * share * (1 - share)
-            to_q = more if to_q is None else to_q + more
-        to_log = to_q if grad is None else to_q + grad
-        return _like((to_log, -to_log, to_q), ctx.inputs)
+    def backward(ctx, grad, grad_ratio):
+        (ratio,) = ctx.saved_tensors
+        to_log = to_q = None if grad_ratio is None else -grad_ratio
+        if grad is not None:
+            # each share by itself: one minus the other would cancel
+            to_log = _sum(grad * torch.sigmoid(ratio), to_log)
+            to_q = _sum(-grad * torch.sigmoid(-ratio), to_q)
+        back = None if to_log is None else -to_log
+        return _like((to_log, back, to_q), ctx.inputs)
 
 
 class Variance(Function):
@@ -209,6 +213,9 @@ class Variance(Function):
         a, b, slope_a, slope_b = Variance.factors(
             n, ctx.prior_dof, ctx.reading
         )
+        # as of the plain form: no gradient where the smallest number stands
+        exact = torch.addcmul(a * prior_scale, b, dispersion)
+        grad = grad.masked_fill(exact < torch.finfo(exact.dtype).tiny, 0.0)
         along = torch.addcmul(slope_a * prior_scale, slope_b, dispersion)
         found = (grad * b, grad * along, grad * a)
         return *_like(found, ctx.inputs), None, None
@@ -231,7 +238,9 @@ class LogPrecision(Function):
     @staticmethod
     def backward(ctx, grad):
         (log,) = ctx.saved_tensors
-        return -grad * log.exp()
+        info = torch.finfo(log.dtype)
+        clamped = log > -math.log(info.tiny) * (1 - info.eps)
+        return -grad * log.exp().masked_fill(clamped, 0.0)
 
 
 class Growth(Function):
@@ -264,8 +273,7 @@ class Growth(Function):
         if grad is not None:
             tiny = torch.finfo(factor.dtype).tiny
             through = 2 * grad * factor / (factor.square() + tiny)
-            whole = grad_factor is None
-            to_factor = through if whole else through + grad_factor
+            to_factor = _sum(through, grad_factor)
         to_first = to_factor / scale
         to_scale = ((1 - factor) * to_first).sum(-1, keepdim=True)
         if radial is None:

@@ -53,7 +53,7 @@ def feed_forward_growth(
         if norm is not None and exact
         else None
     )
-    output, j, radial, _ = bent_feed_forward(
+    output, j, radial, _ = linearised_feed_forward(
         x.flatten(0, -2), w_in, bias, w_out, columns, shift, keep, name
     )
     output, j = output.view(x.shape), j.view(*x.shape[:-1], -1)
@@ -71,19 +71,19 @@ def feed_forward_growth(
 
 
 def activated(
-    name: str, a: Tensor, bent: bool = False
+    name: str, a: Tensor, curve: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """φ(a), φ'(a) and, if asked for, φ''(a): None where that is zero."""
     if name == "gelu":
         one = a.new_ones(()).expand_as(a)
         slope = torch.ops.aten.gelu_backward(one, a)
-        if not bent:
+        if not curve:
             return F.gelu(a), slope, None
         half = (a * a).mul_(-0.5)  # φ'' is the density times 2 − a²
         curve = half.exp().mul_(half.add_(1)).mul_((2 / torch.pi) ** 0.5)
         return F.gelu(a), slope, curve
     value, slope = delta.activation_and_slope(name, a)
-    if name == "relu" or not bent:
+    if name == "relu" or not curve:
         return value, slope, None
     if name == "tanh":
         return value, slope, -2 * value * slope
@@ -105,7 +105,7 @@ def _row_blocks(rows: int, width: int, device: torch.device):
         yield slice(start, start + step)
 
 
-def bent_feed_forward(
+def linearised_feed_forward(
     x: Tensor,
     w_in: Tensor,
     b_in: Tensor,
@@ -123,12 +123,12 @@ def bent_feed_forward(
     """
     inputs = (x, w_in, b_in, w_out, columns, shift, keep)
     plain = reverse_mode_only(*(y for y in inputs if y is not None))
-    function = _plain_feed_forward if plain else _bent_feed_forward
+    function = _plain_feed_forward if plain else _linearised_feed_forward
     return function(*inputs, activation)
 
 
-@custom_op("bft_ref::bent_feed_forward", mutates_args=())
-def _bent_feed_forward(
+@custom_op("bft_ref::linearised_feed_forward", mutates_args=())
+def _linearised_feed_forward(
     x: Tensor,
     w_in: Tensor,
     b_in: Tensor,
@@ -153,8 +153,8 @@ def _bent_feed_forward(
     return y, first, radial, a
 
 
-@custom_op("bft_ref::bent_feed_forward_grad", mutates_args=())
-def bent_feed_forward_grad(
+@custom_op("bft_ref::linearised_feed_forward_grad", mutates_args=())
+def linearised_feed_forward_grad(
     grad_y: Tensor,
     grad_first: Tensor,
     grad_radial: Tensor,
@@ -173,7 +173,7 @@ def bent_feed_forward_grad(
     grad_b_in = x.new_zeros(len(w_in))
     grad_columns, grad_shift = torch.zeros_like(columns), grad_b_in.clone()
     for r in _row_blocks(len(x), len(w_in), x.device):
-        value, slope, bent = activated(activation, a[r], True)
+        value, slope, curve = activated(activation, a[r], True)
         grad_value = grad_y[r] @ w_out
         if keep is not None:
             value.mul_(keep[r])
@@ -189,8 +189,8 @@ def bent_feed_forward_grad(
             grad_w_out.addmm_(grad_radial[r].mT, distance.mul_(slope))
             grad_shift -= grad_product.mul_(slope).sum(0)
         grad_a = grad_value.mul_(slope)
-        if bent is not None:
-            grad_a.addcmul_(grad_slope, bent)
+        if curve is not None:
+            grad_a.addcmul_(grad_slope, curve)
         torch.mm(grad_a, w_in, out=grad_x[r])
         grad_w_in.addmm_(grad_a.mT, x[r])
         grad_b_in += grad_a.sum(0)
@@ -204,7 +204,7 @@ def bent_feed_forward_grad(
     )
 
 
-@_bent_feed_forward.register_fake
+@_linearised_feed_forward.register_fake
 def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
     return (
         # x.shape[0], unlike len(x), leaves the number of tokens open
@@ -215,7 +215,7 @@ def _(x, w_in, b_in, w_out, columns, shift, keep, activation):
     )
 
 
-@bent_feed_forward_grad.register_fake
+@linearised_feed_forward_grad.register_fake
 def _(gy, gf, gr, x, w_in, w_out, columns, shift, keep, a, activation):
     like = torch.empty_like
     width = x.new_empty(w_in.shape[0])
@@ -255,12 +255,12 @@ def _feed_forward_backward(ctx, *grads):
         x.new_zeros(shape) if g is None else g.contiguous()
         for g, shape in zip(grads, ctx.shapes, strict=False)
     )
-    grads = bent_feed_forward_grad(
+    grads = linearised_feed_forward_grad(
         *dense, x, w_in, w_out, columns, shift, keep, a, ctx.activation
     )
     return *grads[:5], None if shift is None else grads[5], None, None
 
 
-_bent_feed_forward.register_autograd(
+_linearised_feed_forward.register_autograd(
     _feed_forward_backward, setup_context=_save_feed_forward
 )

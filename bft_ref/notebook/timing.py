@@ -120,7 +120,7 @@ def _columns_grad_flop(
     return flop // (2 if is_causal else 1)
 
 
-@register_flop_formula(torch.ops.bft_ref.bent_feed_forward)
+@register_flop_formula(torch.ops.bft_ref.linearised_feed_forward)
 def _ffn_flop(
     x, w_in, b, w_out, columns, shift, *args, out_shape=None, **kwargs
 ) -> int:
@@ -128,7 +128,7 @@ def _ffn_flop(
     return 2 * r * f * (2 * d + c + (0 if shift is None else d))
 
 
-@register_flop_formula(torch.ops.bft_ref.bent_feed_forward_grad)
+@register_flop_formula(torch.ops.bft_ref.linearised_feed_forward_grad)
 def _ffn_grad_flop(
     gy, gf, gr, x, w_in, w_out, columns, shift, *args, out_shape=None, **kwargs
 ) -> int:

@@ -363,7 +363,7 @@ def test_the_kernels_themselves_leave_nothing_at_zero():
     inputs = [tensor(*s, seed=i) for i, s in enumerate(shapes)]
 
     def function(*inputs):
-        out = feed_forward.bent_feed_forward(*inputs, "silu")
+        out = feed_forward.linearised_feed_forward(*inputs, "silu")
         return sum(y.sin().sum() for y in out)
 
     for i, way in enumerate(ways_of(inputs)):
@@ -406,7 +406,7 @@ def test_second_derivatives_with_some_inputs_frozen(frozen):
     leaves = [x for x in learned if x.requires_grad]
     for i in range(3):
         y = (
-            feed_forward.bent_feed_forward(*inputs, None, "gelu")[i]
+            feed_forward.linearised_feed_forward(*inputs, None, "gelu")[i]
             .square()
             .sum()
         )
@@ -486,4 +486,4 @@ def test_a_compiled_layer_keeps_its_kernels():
     torch._dynamo.reset()
     torch.compile(function, backend=look, fullgraph=True)(*inputs)
     kernels = {name.split(".")[1] for name in called if "bft_ref" in name}
-    assert kernels == {"weighted_columns", "bent_feed_forward"}
+    assert kernels == {"weighted_columns", "linearised_feed_forward"}

@@ -212,7 +212,7 @@ def test_any_size_of_block_gives_the_same(budget, causal, monkeypatch):
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 300.0])
 @pytest.mark.parametrize("spread", [0.0, 60.0])
-def test_blocked_equals_the_reference_for_extreme_scores_and_precisions(
+def test_chunked_equals_the_reference_for_extreme_scores_and_precisions(
     scale, spread
 ):
     """Precisions from 1e-60 to 1e60; near one-hot and uniform weights."""
@@ -241,7 +241,7 @@ def test_blocked_equals_the_reference_for_extreme_scores_and_precisions(
     lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     seed=st.integers(0, 100),
 )
-def test_blocked_equals_the_reference_for_any_shape(
+def test_chunked_equals_the_reference_for_any_shape(
     batch, groups, queries, size, causal, token, dtype, lengths, seed
 ):
     case = Case(batch, *groups, queries, None, size, dtype, seed=seed)

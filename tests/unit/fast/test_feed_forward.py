@@ -193,4 +193,4 @@ def test_the_operators_keep_pytorchs_rules():
     columns, shift = leaf(6, 2), leaf(6)
     for s in (shift, None):
         arguments = (x, w_in, b, w_out, columns, s, None, "gelu")
-        opcheck(feed_forward._bent_feed_forward, arguments)
+        opcheck(feed_forward._linearised_feed_forward, arguments)
