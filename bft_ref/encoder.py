@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
 from bft_ref.layer import BFTLayer, LayerTrace
-from bft_ref.support import checks
+from bft_ref.support import checks, door
 from bft_ref.support.cache import KeyValueCache, all_or_nothing
 
 
@@ -48,7 +48,7 @@ class BFTEncoder(nn.Module):
             raise TypeError(
                 f"layer: expected a BFTLayer, got {type(layer).__name__}"
             )
-        if not isinstance(num_layers, int) or num_layers < 1:
+        if type(num_layers) is not int or num_layers < 1:
             raise ValueError(
                 f"num_layers: expected a positive integer, got {num_layers!r}"
             )
@@ -107,7 +107,10 @@ class BFTEncoder(nn.Module):
     def steps(
         self, src: Belief | Tensor, *arguments, **options
     ) -> tuple[Belief | Tensor, list[LayerTrace]]:
-        """What :meth:`forward` gives, and the internals of every layer."""
+        """What :meth:`forward` gives, and the internals of every layer.
+
+        Under FSDP2: see :meth:`bft_ref.BFTLayer.step`.
+        """
         traces: list[LayerTrace] = []
         out = self(src, *arguments, traces=traces, **options)
         return out, traces
@@ -133,10 +136,12 @@ class BFTEncoder(nn.Module):
         if isinstance(belief, Tensor):
             log = self.log_initial_precision.expand(*belief.shape[:-1], -1)
             belief = Belief(belief, log)
+        door.traces(traces)
         recompute = self.checkpointing and self.training
         slots = self._slots(caches, recompute)
         arguments = (mask, src_key_padding_mask, is_causal)
         layers = cast(Iterable[BFTLayer], self.layers)
+        found: list[LayerTrace] = []
         with all_or_nothing(caches or []):
             for layer, cache in zip(layers, slots, strict=True):
                 run: Callable = layer if traces is None else layer.step
@@ -146,9 +151,11 @@ class BFTEncoder(nn.Module):
                 belief = run(belief, *arguments)
                 if traces is not None:
                     belief, trace = belief
-                    traces.append(trace)
+                    found.append(trace)
             if self.norm is not None:
                 belief = belief._replace(mean=self.norm(belief.mean))
+        if traces is not None:
+            traces += found
         return belief.mean if isinstance(src, Tensor) else belief
 
     def _slots(

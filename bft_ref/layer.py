@@ -183,7 +183,11 @@ class BFTLayer(nn.Module):
     def step(
         self, belief: Belief, *arguments, **options
     ) -> tuple[Belief, LayerTrace]:
-        """What :meth:`forward` gives, and the layer's internals."""
+        """What :meth:`forward` gives, and the layer's internals.
+
+        FSDP2 has to know it where a loss is of the trace alone:
+        ``register_fsdp_forward_method(layer, "step")``.
+        """
         traces: list[LayerTrace] = []
         after = self(belief, *arguments, traces=traces, **options)
         return after, traces[0]
@@ -216,6 +220,7 @@ class BFTLayer(nn.Module):
         are reported in eager mode only. A cache grows only if all went well.
         """
         door.is_causal(is_causal)
+        door.traces(traces)
         belief = self._entered(belief, src_key_padding_mask)
         masks = (src_mask, src_key_padding_mask, is_causal)
         keep_weights = traces is not None

@@ -46,17 +46,28 @@ def trace(
     ``traces``: of :meth:`bft_ref.BFTEncoder.steps`, or one of
     :meth:`bft_ref.BFTLayer.step` in a list; ``tokens``: their names, for one
     sequence of the batch. What a token cannot say (−inf) stays empty.
-    Raises: ValueError for no trace, or names that do not fit.
+    Raises: TypeError for a trace that is in no list; ValueError for no trace,
+    traces of other numbers of tokens, no quantity, another one, or names that
+    do not fit.
     """
     import matplotlib.pyplot as plt
 
-    if not traces:
-        raise ValueError("traces: expected at least one, got none")
+    if isinstance(traces, LayerTrace):
+        raise TypeError("traces: expected a list of them, got one: [trace]")
+    for given, what in [("traces", traces), ("quantities", quantities)]:
+        if not what:
+            raise ValueError(f"{given}: expected at least one, got none")
+    widths = sorted({one.gain.shape[1] for one in traces})
+    if len(widths) > 1:
+        raise ValueError(
+            "traces: expected layers of one call, got some of "
+            f"{' and '.join(map(str, widths))} tokens"
+        )
     rows = {
         name: torch.stack([by_token(one, name)[sequence] for one in traces])
         for name in quantities
     }
-    count = next(iter(rows.values())).shape[1]
+    (count,) = widths
     if tokens is not None and len(tokens) != count:
         raise ValueError(f"tokens: expected {count} names, got {len(tokens)}")
     figure, axes = plt.subplots(

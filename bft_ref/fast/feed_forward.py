@@ -71,19 +71,19 @@ def feed_forward_growth(
 
 
 def activated(
-    name: str, a: Tensor, curve: bool = False
+    name: str, a: Tensor, curvature: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """φ(a), φ'(a) and, if asked for, φ''(a): None where that is zero."""
     if name == "gelu":
         one = a.new_ones(()).expand_as(a)
         slope = torch.ops.aten.gelu_backward(one, a)
-        if not curve:
+        if not curvature:
             return F.gelu(a), slope, None
         half = (a * a).mul_(-0.5)  # φ'' is the density times 2 − a²
         curve = half.exp().mul_(half.add_(1)).mul_((2 / torch.pi) ** 0.5)
         return F.gelu(a), slope, curve
     value, slope = delta.activation_and_slope(name, a)
-    if name == "relu" or not curve:
+    if name == "relu" or not curvature:
         return value, slope, None
     if name == "tanh":
         return value, slope, -2 * value * slope

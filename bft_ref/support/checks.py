@@ -56,10 +56,15 @@ def surely_within(bound: float, *tensors: Tensor) -> bool:
     return found == [False] * len(sure)
 
 
-def floating(name: str, x: Tensor) -> Tensor:
-    """Raise TypeError unless ``x`` is a tensor of real floating dtype."""
+def tensor(name: str, x: object) -> None:
+    """Raise TypeError unless ``x`` is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def floating(name: str, x: Tensor) -> Tensor:
+    """Raise TypeError unless ``x`` is a tensor of real floating dtype."""
+    tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(
             f"{name}: expected a floating dtype, got {x.dtype}; "
@@ -107,7 +112,8 @@ def not_negative(name: str, x: Tensor) -> Tensor:
 def shape(
     name: str, x: Tensor, expected: Iterable[int | str | None]
 ) -> Tensor:
-    """Raise ValueError unless ``x`` has the shape; names, None are free."""
+    """Raise unless ``x`` is a tensor of that shape; names, None are free."""
+    tensor(name, x)
     want = tuple(expected)
     matches = x.dim() == len(want) and all(
         not isinstance(w, int) or w == n
@@ -130,8 +136,7 @@ def mask(
     another dtype: 0 and 1 of an integer mask would be added to the scores.
     ValueError for the shape, and for NaN or +inf.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    tensor(name, x)
     if x.dtype != torch.bool and not x.is_floating_point():
         keep = "== 0" if true == "hidden" else "!= 0"
         raise TypeError(

@@ -20,14 +20,14 @@ def sizes(
     rotary_base: float | None,
     dropout: float,
 ) -> None:
-    """Raise ValueError for sizes of a layer that do not fit together."""
+    """Raise for sizes of a layer that are none or do not fit together."""
     for name, value in [
         ("d_model", d_model),
         ("nhead", nhead),
         ("dim_feedforward", dim_feedforward),
         ("num_kv_heads", num_kv_heads),
     ]:
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(
                 f"{name}: expected a positive integer, got {value!r}"
             )
@@ -40,12 +40,14 @@ def sizes(
             f"num_kv_heads: expected a divisor of nhead={nhead}, "
             f"got {num_kv_heads}"
         )
-    if rotary_base is not None and (d_model // nhead) % 2:
-        raise ValueError(
-            "rotary_base: rotary positions need an even head size, got "
-            f"{d_model // nhead}"
-        )
-    if not 0.0 <= dropout < 1.0:
+    if rotary_base is not None:
+        checks.number("rotary_base", rotary_base, 0.0)
+        if (d_model // nhead) % 2:
+            raise ValueError(
+                "rotary_base: rotary positions need an even head size, got "
+                f"{d_model // nhead}"
+            )
+    if not checks.within("dropout", dropout, 0.0) < 1.0:
         raise ValueError(f"dropout: expected [0, 1), got {dropout!r}")
 
 
@@ -94,8 +96,8 @@ def belief(
             f"belief.mean: expected {dtype}, the dtype of the "
             f"layer's weights, got {mean.dtype}; convert one with .to"
         )
-    *rest, last = log.shape
-    if rest != list(mean.shape[:2]) or last not in (1, d_model):
+    rest, last = log.shape[:-1], log.shape[-1:]
+    if rest != mean.shape[:2] or last not in ((1,), (d_model,)):
         raise ValueError(
             "belief.log_precision: expected shape "
             f"{(*mean.shape[:2], d_model)} or "
@@ -145,6 +147,15 @@ def score_mask(
     if mask.dim() == 3:
         mask = mask.unflatten(0, (batch, heads))
     return ~mask if mask.dtype == torch.bool else mask
+
+
+def traces(given: object) -> None:
+    """Raise TypeError for what a layer's internals cannot be appended to."""
+    if given is not None and not isinstance(given, list):
+        raise TypeError(
+            "traces: expected a list to append to, or None, got "
+            f"{type(given).__name__}; step() and steps() bring their own"
+        )
 
 
 def is_causal(value: object) -> None:

@@ -8,7 +8,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.factories import left_padding, make_belief, make_encoder
@@ -16,8 +19,11 @@ from tests.factories import left_padding, make_belief, make_encoder
 STEPS, BATCH = 4, 4
 
 
-def train(wrap, rank=0, world=1):
-    """Losses of a few steps on this rank's share of a fixed batch."""
+def train(wrap, rank=0, world=1, of_trace=False):
+    """Losses of a few steps on this rank's share of a fixed batch.
+
+    ``of_trace``: of a layer's internals, which no output leads back to.
+    """
     torch.manual_seed(0)
     encoder = make_encoder(2, dtype=torch.float32).train()
     model = wrap(encoder)
@@ -28,8 +34,11 @@ def train(wrap, rank=0, world=1):
     for seed in range(STEPS):
         belief = make_belief(BATCH, dtype=torch.float32, seed=seed)
         optimizer.zero_grad()
-        out = model(belief.mean[share], None, hidden[share], True)
-        loss = (out - 0.5).square().mean()
+        given = (belief.mean[share], None, hidden[share], True)
+        if of_trace:
+            loss = model.steps(*given)[1][-1].log_growth.square().mean()
+        else:
+            loss = (model(*given) - 0.5).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -44,6 +53,7 @@ def data_parallel(encoder):
 def sharded(encoder):
     for layer in encoder.layers:
         fully_shard(layer)
+        register_fsdp_forward_method(layer, "step")
     fully_shard(encoder)
     whole = make_encoder(2, dtype=torch.float32)
     mine = sum(p.to_local().numel() for p in encoder.parameters())
@@ -56,10 +66,10 @@ def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     result = {}
-    for wrap in [data_parallel, sharded]:
-        losses = train(wrap, rank, world)
+    for wrap, of_trace in [(data_parallel, 0), (sharded, 0), (sharded, 1)]:
+        losses = train(wrap, rank, world, bool(of_trace))
         dist.all_reduce(losses)
-        result[wrap.__name__] = (losses / world).tolist()
+        result[f"{wrap.__name__} {of_trace}"] = (losses / world).tolist()
     if rank == 0:
         print("LOSSES", json.dumps(result), flush=True)
     dist.destroy_process_group()
@@ -67,8 +77,12 @@ def main():
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one():
-    expected = train(lambda encoder: encoder).tolist()
-    assert expected[0] - expected[-1] != pytest.approx(0, abs=1e-3)
+    expected = [
+        train(lambda encoder: encoder, of_trace=of_trace).tolist()
+        for of_trace in [False, True]
+    ]
+    for losses in expected:
+        assert losses[0] - losses[-1] != pytest.approx(0, abs=1e-3)
     done = subprocess.run(
         [
             *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
@@ -84,9 +98,9 @@ def test_two_processes_give_the_losses_of_one():
         line for line in done.stdout.splitlines() if line.startswith("LOSSES")
     ]
     found = json.loads(line.removeprefix("LOSSES"))
-    assert set(found) == {"data_parallel", "sharded"}
-    for losses in found.values():
-        assert losses == pytest.approx(expected, rel=1e-6)
+    assert set(found) == {"data_parallel 0", "sharded 0", "sharded 1"}
+    for name, losses in found.items():
+        assert losses == pytest.approx(expected[int(name[-1])], rel=1e-6)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bft_ref import Belief, BFTConfig, BFTEncoder, BFTLayer, MLPPrecision
+from bft_ref import (
+    Belief,
+    BFTConfig,
+    BFTEncoder,
+    BFTLayer,
+    KeyValueCache,
+    MLPPrecision,
+)
 from tests.factories import (
     D_MODEL,
     HEADS,
@@ -20,6 +27,7 @@ from tests.factories import (
     label,
     left_padding,
     make_belief,
+    make_encoder,
     make_layer,
     numpy_parameters,
     randomise,
@@ -630,6 +638,9 @@ def test_gradient_of_n_eff_can_be_dropped():
         ((8, 2, 12, 0.1, "sin"), {}, ["activation", "gelu", "'sin'"]),
         ((8, 4), {"num_kv_heads": 3}, ["num_kv_heads", "nhead=4", "3"]),
         ((6, 2), {"rotary_base": 1e4}, ["rotary_base", "even", "3"]),
+        ((8, 2), {"rotary_base": 0.0}, ["rotary_base", "(0, inf)", "0.0"]),
+        ((8, 2), {"rotary_base": -2.0}, ["rotary_base", "-2.0"]),
+        ((8, True), {}, ["nhead", "positive", "True"]),
         ((8, 2), {"norm": "batch"}, ["norm", "rmsnorm", "'batch'"]),
     ],
 )
@@ -638,6 +649,12 @@ def test_constructor_errors_name_the_argument(arguments, options, words):
         BFTLayer(*arguments, **options)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_text_for_a_number_of_the_constructor_is_named():
+    for name in ["dropout", "rotary_base"]:
+        with pytest.raises(TypeError, match=f"^{name}: expected a number"):
+            BFTLayer(8, 2, **{name: "0.5"})
 
 
 @pytest.mark.parametrize(
@@ -719,12 +736,52 @@ BAD_BELIEFS = {
         ValueError,
         r"belief.log_precision: .*\(2, 5, 8\) or \(2, 5, 1\), got \(2, 4, 8\)",
     ),
+    "lists": (
+        lambda: Belief([[[1.0] * 8]], [[[1.0] * 8]]),
+        TypeError,
+        "belief.mean: expected a tensor, got list",
+    ),
+    "precision of no shape": (
+        lambda: changed(log_precision=torch.tensor(0.0)),
+        ValueError,
+        r"belief.log_precision: .*got \(\)",
+    ),
     "precision without features": (
         lambda: changed(log_precision=torch.zeros(2, 5)),
         ValueError,
         r"belief.log_precision: .*got \(2, 5\)",
     ),
 }
+
+
+@pytest.mark.parametrize("make", [make_layer, make_encoder])
+@pytest.mark.parametrize("traces", [True, ()])
+def test_traces_that_are_no_list_are_refused_before_anything_changes(
+    make, traces
+):
+    """``trace=True`` is what other libraries say: a cache must not grow."""
+    model, belief = make(), make_belief()
+    caches = [KeyValueCache(), KeyValueCache()]
+    many = isinstance(model, BFTEncoder)
+    options = {"caches": caches} if many else {"cache": caches[0]}
+    with pytest.raises(TypeError, match=r"^traces: expected a list.*step\(\)"):
+        model(belief, is_causal=True, traces=traces, **options)
+    assert [cache.length for cache in caches] == [0, 0]
+
+
+def test_a_stack_that_fails_leaves_the_traces_alone():
+    encoder, traces = make_encoder(2), []
+    encoder.layers[1].norm1 = nn.Identity()
+    with pytest.raises(TypeError, match="^norm1: "):
+        encoder(make_belief(), traces=traces)
+    assert traces == []
+
+
+@pytest.mark.parametrize("mask", [[[True] * 5] * 2, None])
+def test_a_padding_mask_that_is_no_tensor_is_named(mask):
+    mask = np.zeros((2, 5), bool) if mask is None else mask
+    with pytest.raises(TypeError, match="^src_key_padding_mask: .*tensor"):
+        make_layer()(make_belief(), src_key_padding_mask=mask)
 
 
 @pytest.mark.parametrize("case", BAD_BELIEFS)

@@ -43,5 +43,12 @@ def test_bad_input_is_named(traces):
         plot.trace([])
     with pytest.raises(ValueError, match="tokens: expected 5 names, got 2"):
         plot.trace(traces, ["a", "b"])
+    with pytest.raises(ValueError, match="quantities: expected at least one"):
+        plot.trace(traces, quantities=[])
+    with pytest.raises(TypeError, match="traces: expected a list of them"):
+        plot.trace(traces[0])
+    shorter = make_encoder(1).steps(make_belief(tokens=3))[1]
+    with pytest.raises(ValueError, match="traces: .* of 3 and 5 tokens"):
+        plot.trace([*traces, *shorter])
     with pytest.raises(ValueError, match="quantity: expected one of n_eff"):
         plot.by_token(traces[0], "mean")

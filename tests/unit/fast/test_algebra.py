@@ -139,6 +139,30 @@ def test_derivatives_of_every_order_and_way(form):
         torch.testing.assert_close(jacobian, expected)
 
 
+@pytest.mark.parametrize("apart", [-60.0, -20.0, 20.0, 60.0])
+@pytest.mark.parametrize("form", ["update", "predict"])
+def test_the_smaller_share_keeps_its_digits(form, apart):
+    """One minus the larger would be a multiple of 2⁻²⁴, mostly zero."""
+    inputs = leaves(*[(3,)] * 4, dtype=torch.float32)
+    inputs[0] = (inputs[0] + apart).detach().requires_grad_()
+    if form == "update":
+        log, mean, e, o = inputs
+        precision = algebra.update(Belief(mean, log), e, o)[0].log_precision
+        known = (log, o)
+    else:
+        precision = algebra.predict(*inputs[:3])
+        known = (inputs[0], inputs[2])
+    found = torch.autograd.grad(precision.sum(), known)
+    log, other = (x.detach().double() for x in known)
+    if form == "predict":
+        log, other = log - inputs[1].detach(), -other
+    part = 1 if form == "update" else -1
+    wanted = torch.sigmoid(part * (log - other))
+    expected = [wanted, part * torch.sigmoid(part * (other - log))]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("relative", [-math.inf, -200.0, -30.0, 30.0, 200.0])
 def test_update_at_the_ends(relative):
     """No information moves nothing; overwhelming information is believed."""
@@ -211,9 +235,14 @@ def test_the_variance_of_one_value_and_of_none(reading, n):
     torch.testing.assert_close(*grads)
 
 
-def test_a_variance_of_zero_is_the_smallest_number():
-    zero = torch.zeros(2, requires_grad=True)
-    found = algebra.log_precision(zero)
-    assert torch.equal(found, reml.log_precision(zero))
-    (grad,) = torch.autograd.grad(found.sum(), zero)
-    assert grad.isfinite().all()
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39])
+def test_a_variance_of_zero_is_the_smallest_number(size):
+    """It does not learn, where 1/variance would throw it anywhere."""
+    small, n = torch.full((2,), size, requires_grad=True), torch.ones(2)
+    found = algebra.log_precision(small)
+    assert torch.equal(found, reml.log_precision(small))
+    variance = algebra.observation_variance(small, n, small)
+    assert torch.equal(variance, reml.observation_variance(small, n, small))
+    for y in [found, variance]:
+        (grad,) = torch.autograd.grad(y.sum(), small)
+        assert torch.equal(grad, torch.zeros(2))
