@@ -173,9 +173,8 @@ def kriging_attention(
     query, key, u = saturate(query, key, value - middle)
     u, key = (repeat_heads(x, groups) for x in (u, key))
     scores = query @ key.mT / query.shape[-1] ** 0.5
-    weights = kriging_weights(
-        scores, log_token_precision.unsqueeze(1), attn_mask, is_causal
-    )
+    log = log_token_precision.unsqueeze(1).to(query.dtype)  # may be wider
+    weights = kriging_weights(scores, log, attn_mask, is_causal)
     n_eff = effective_sample_size(weights)
 
     def moments(weights, u):
@@ -196,7 +195,7 @@ def kriging_attention(
     spread = settle(spread, second, n_eff, in_float64, centre is None)
     sees = neighbours = (n_eff > 0).to(weights.dtype)
     if neighbour_variance is not None:
-        c = at_least_float32(neighbour_variance)[:, None, :, None]
+        c = neighbour_variance.to(weights.dtype)[:, None, :, None]
         neighbours = (weights @ c).squeeze(-1)
     middle = repeat_heads(middle, groups)
     if dropout_p > 0:

@@ -227,7 +227,7 @@ def _by_columns(
     masks: list[Tensor],
     options: _Options,
 ) -> AttentionMoments:
-    """Everything as value columns of one pass over the weights, n_eff with it."""
+    """Everything as value columns of one pass over the weights."""
     neighbours, weights, centre, is_causal, dropout_p = options
     groups = query.shape[1] // key.shape[1]
     key = repeat_heads(key, groups)

@@ -136,3 +136,23 @@ def test_weights_in_bfloat16_do_not_round_the_precision_bias():
     torch.testing.assert_close(
         b.weights.double(), a.weights, rtol=0.1, atol=0.01
     )
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager", "chunked"])
+@pytest.mark.parametrize("prior_scale", ["neighbours", "unit"])
+def test_a_precision_may_be_wider_than_its_mean(implementation, prior_scale):
+    belief = make_belief(dtype=torch.float32)
+    wider = belief._replace(log_precision=belief.log_precision.double())
+    encoder = make_encoder(
+        dtype=torch.float32,
+        implementation=implementation,
+        prior_scale=prior_scale,
+    )
+    out = encoder(wider)
+    assert out.mean.dtype == torch.float32
+    assert out.log_precision.dtype == torch.float64
+    expected = encoder(belief)
+    close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(out, expected, **close)
+    if implementation != "chunked":
+        torch.testing.assert_close(encoder.steps(wider)[0], out, **close)
