@@ -352,7 +352,10 @@ class BFTLayer(nn.Module):
         return updated, k
 
     def predict(self, belief: Belief) -> tuple[Belief, Tensor]:
-        """The FFN as dynamics, by the delta method; log (1 + J)² with it."""
+        """The FFN as dynamics, by the delta method; log (1 + J)² with it.
+
+        Equation (8.1); the paper.
+        """
         step, log_growth = step_and_growth(self, belief)
         log_precision = self.ways.predict(
             belief.log_precision,

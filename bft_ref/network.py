@@ -23,9 +23,11 @@ def step_and_growth(
 ) -> tuple[Tensor, Tensor]:
     """What the network adds to the mean, (B, T, d), and log (1 + J)².
 
-    Plain matrices go the closed way, in one pass; adapters and hooks are
-    called, and their effective matrices used; what has no known matrix, and
-    what ``config`` asks for, is estimated by random signs.
+    Plain matrices go the closed way; adapters and hooks are called, and their
+    effective matrices used; what has no known matrix, and what ``config`` asks
+    for, is estimated by random signs.
+
+    Raises: as the modules that are called. Equations (7.4)–(7.12), (8.1).
     """
     c = layer.config
     closed = c.jacobian != "hutchinson" and c.variance_rule == "diagonal"

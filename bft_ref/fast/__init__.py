@@ -33,7 +33,10 @@ class Steps(NamedTuple):
 
 
 def steps(implementation: Implementation) -> Steps:
-    """Those of the readable modules for ``eager``, else the fast ones."""
+    """Those of the readable modules for ``eager``, else the fast ones.
+
+    :func:`attend` is both: it calls the readable one if it is asked to.
+    """
     if implementation == "eager":
         return Steps(
             attend,

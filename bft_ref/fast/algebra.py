@@ -2,7 +2,8 @@
 
 Each function keeps no more of the state's size than it must for its backward
 pass, where the plain forms together keep some twenty. They can be
-differentiated twice.
+differentiated twice. Odds are kept, not shares: where one share is all but 1,
+the other would be lost.
 """
 
 import math
@@ -73,7 +74,12 @@ def log_precision(variance: Tensor) -> Tensor:
 def growth(
     first: Tensor, radial: Tensor | None, norm: delta.Normalised
 ) -> Tensor:
-    """log (1 + J)² behind a norm, J = (first − z∘radial/d)/ς, (..., d)."""
+    """log (1 + J)² behind a norm, J = (first − z∘radial/d)/ς, (..., d).
+
+    The last steps of :func:`bft_ref.delta.jacobian_diag` and
+    :func:`bft_ref.delta.feed_forward_growth`. Shapes: ``first`` and ``radial``
+    (..., d). Equations (7.5) to (7.7).
+    """
     given = [x for x in (first, radial, norm.z, norm.scale) if x is not None]
     if reverse_mode_only(*given):
         return Growth.forward(first, radial, norm.z, norm.scale)[0]
