@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 import bft_ref
 from bft_ref import BFTConfig, BFTLayer
@@ -97,7 +98,10 @@ def layers(
     torch.manual_seed(0)
     x = torch.randn(batch, tokens, d_model, device=device, dtype=dtype)
     x.requires_grad_()
-    made = torch.compile if compiled else lambda layer: layer
+
+    def made(layer: nn.Module) -> nn.Module:
+        return cast(nn.Module, torch.compile(layer)) if compiled else layer
+
     standard = timing.StandardLayer(d_model, heads).to(device, dtype)
     calls = {"standard": timing.call_of(made(standard), x, None)}
     for name, config in variants.items():

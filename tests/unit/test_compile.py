@@ -205,7 +205,10 @@ def test_an_export_with_an_open_length_is_right_at_any(config):
             batch, tokens, [tokens] * (batch - 1) + [1]
         )
 
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    Dim = torch.export.Dim
+    sizes = {0: Dim("batch"), 1: Dim("tokens")}
+    if torch.__version__ < "2.12":  # it cannot prove that T <= 2T
+        sizes = dict.fromkeys(sizes, Dim.AUTO)
     program = torch.export.export(
         model, inputs(2, 5), dynamic_shapes=(sizes, sizes, sizes)
     ).module()
