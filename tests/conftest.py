@@ -16,16 +16,9 @@ CORE = {
     *(
         HERE / "unit" / f"test_{name}.py"
         for name in [
-            *["belief", "kriging", "reml", "kalman", "delta"],
-            *[
-                "initial_precision",
-                "layer",
-                "encoder",
-                "rotary",
-                "cache",
-                "checks",
-                *["textbook", "jacobian_estimates", "properties"],
-            ],
+            *["belief", "kriging", "reml", "kalman", "delta", "layer"],
+            *["initial_precision", "encoder", "rotary", "cache", "checks"],
+            *["textbook", "jacobian_estimates", "properties"],
         ]
     ),
 }

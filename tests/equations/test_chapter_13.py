@@ -315,7 +315,7 @@ def test_what_a_bootstrap_mean_varies_by(values):
 def test_the_packages_bootstrap_has_that_variance():
     rng = np.random.default_rng(6)
     a = rng.normal(size=(6, 80)) + 0.3 * rng.normal(size=(6, 1))
-    b = a + 0.1 + 0.4 * rng.normal(size=(6, 80)) + rng.normal(batch_size=80)
+    b = a + 0.1 + 0.4 * rng.normal(size=(6, 80)) + rng.normal(size=80)
     found = metrics.paired_bootstrap(a, b, resamples=4000)
     half = (found.absolute_high - found.absolute_low) / 2
     assert_allclose(half, 1.96 * bootstrap_variance(b - a) ** 0.5, rtol=0.06)

@@ -107,7 +107,7 @@ def test_an_action_that_is_not_pinned_is_noticed(tmp_path: Path):
 
 
 def test_core_is_what_there_is():
-    assert len(conftest.CORE) == 19
+    assert len(conftest.CORE) == 21
     assert all(path.exists() for path in conftest.CORE), conftest.CORE
 
 

@@ -266,7 +266,7 @@ def test_a_new_run_and_an_old_one_of_the_same_meaning_are_equal():
     how |= {"mask_rate": 0.3, "last_rate": 0.1}
     run = {k: v for k, v in new.items() if k not in ("version", "diagnostics")}
     run |= {"model": old, "train": how, "anatomy": new["diagnostics"]}
-    assert "d_model" in old and "nhead" in old and "batch_size" in how
+    assert "d" in old and "heads" in old and "batch" in how
     assert stored.of_today(run) == new
 
 
@@ -284,7 +284,7 @@ def test_every_word_of_today_is_a_field_of_today():
 )
 def test_a_model_of_version_1_is_loaded(tmp_path, name):
     """Its weights were stored under the names that they have today."""
-    old = written(name)["model"] | {"n_items": 9, "d_model": 8}
+    old = written(name)["model"] | {"n_items": 9, "d": 8}
     kind = {"hstu": HSTUConfig, "sasrec": SASRecConfig}[old["model"]]
     config = from_json(kind, as_text("ModelConfig", old, 1))
     bft = {
@@ -294,7 +294,7 @@ def test_a_model_of_version_1_is_loaded(tmp_path, name):
     assert config == kind(
         n_items=9,
         d_model=8,
-        max_length=old["max_length"],
+        max_length=old["length"],
         dropout=old["dropout"],
         bft=bft[kind],
     )
