@@ -229,15 +229,8 @@ class BFTLayer(nn.Module):
             updated, k = self.update(belief, observation)
             predicted, log_growth = self.predict(updated)
         if traces is not None:
-            log_precisions = (updated.log_precision, predicted.log_precision)
-            trace = LayerTrace(
-                observation,
-                k,
-                log_precisions[0],
-                log_growth,
-                log_precisions[1],
-            )
-            traces.append(trace)
+            after = updated.log_precision, log_growth, predicted.log_precision
+            traces.append(LayerTrace(observation, k, *after))
         return self._oriented(predicted)
 
     def observe(
@@ -396,12 +389,16 @@ class BFTLayer(nn.Module):
         self, belief: Belief, padding: Tensor | None = None
     ) -> Belief:
         """The belief, checked, batch first, with the layer's granularity."""
+        if not isinstance(belief, Belief):
+            raise TypeError(
+                "belief: expected a Belief (see Belief.of), got "
+                f"{type(belief).__name__}"
+            )
         dtype = self._attention().in_proj_weight.dtype
-        belief = door.belief(
-            *(belief, Belief, self.d_model, dtype),
-            *(padding, self.batch_first),
+        mean, log = door.belief(
+            *belief, self.d_model, dtype, padding, self.batch_first
         )
-        mean, log = belief.mean, at_least_float32(belief.log_precision)
+        log = at_least_float32(log)
         if self.config.granularity == "token" and log.shape[-1] != 1:
             log = -log_mean_exp(-log)
         elif self.config.granularity == "feature":

@@ -1,15 +1,11 @@
 """A layer's input, checked once, before anything has changed."""
 
-from typing import Any, TypeVar, cast
-
 import torch
 from torch import Tensor, nn
 
 from bft_ref.support import checks
 from bft_ref.support.modules import is_watched
 from bft_ref.support.numerics import autocast_device, hidden_and_bias
-
-Given = TypeVar("Given", bound=tuple)
 
 
 def sizes(
@@ -65,23 +61,17 @@ def unwrapped(attention: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 
 def belief(
-    given: Given,
-    kind: type[Given],
+    mean: Tensor,
+    log: Tensor,
     d_model: int,
     dtype: torch.dtype,
     padding: Tensor | None,
     batch_first: bool,
-) -> Given:
-    """``given``, emptied where padding hides it and it is not finite.
+) -> tuple[Tensor, Tensor]:
+    """Mean and log precision, emptied where padding hides what is not finite.
 
     Raises: TypeError, ValueError for what is no sound belief of such a layer.
     """
-    if not isinstance(given, kind):
-        raise TypeError(
-            "belief: expected a Belief (see Belief.of), got "
-            f"{type(given).__name__}"
-        )
-    mean, log = given
     checks.shape("belief.mean", mean, ["B", "T", d_model])
     if 0 in mean.shape:
         raise ValueError(
@@ -110,7 +100,7 @@ def belief(
         mean, log = mean.masked_fill(lost, 0.0), log.masked_fill(lost, 0.0)
     checks.finite("belief.mean", mean)
     checks.finite("belief.log_precision", log)
-    return cast(Any, kind)(mean, log)
+    return mean, log
 
 
 def _hidden(padding: Tensor, mean: Tensor, batch_first: bool) -> Tensor:

@@ -2,10 +2,9 @@
 
 import json
 
-import pytest
-
 from benchmarks import epoch
 from bft_ref.recsys.data import simulate
+from bft_ref.recsys.train import trainer
 
 
 def test_ratios_are_medians_of_pairs(tmp_path, monkeypatch):
@@ -32,7 +31,10 @@ def test_ratios_are_medians_of_pairs(tmp_path, monkeypatch):
     assert asked == [(bft, seed) for seed in range(3) for bft in arms]
 
 
-@pytest.mark.slow
-def test_an_epoch_is_timed_without_its_evaluation():
+def test_an_epoch_is_timed_without_its_evaluation(monkeypatch):
+    def no_ranking(*_):
+        raise AssertionError("an evaluation would be paid for, not measured")
+
+    monkeypatch.setattr(trainer, "evaluate", no_ranking)
     sequences = simulate(60, 40, seed=1).sequences
-    assert 0 < epoch.seconds(sequences, None, "cpu", 0) < 60
+    assert epoch.seconds(sequences, None, "cpu", 0) > 0

@@ -1074,3 +1074,38 @@ def test_shapes_are_found_on_the_meta_device(tokens, norm_first, granularity):
         8 if granularity == "feature" else 1
     )
     assert MLPPrecision(8).to("meta")(x).shape == (2, tokens, 1)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"granularity": "token"},
+        {"jacobian": "first", "prior_scale": "unit", "prior_dof": 2.5},
+        {"reading": "value", "project_variance": False},
+        {"reading": "mean", "activation": "silu"},
+        {"variance_rule": "row", "activation": "swiglu"},
+        {"options": {"norm": "rmsnorm", "num_kv_heads": 1}},
+    ],
+    ids=label,
+)
+def test_the_readable_layer_is_the_fast_one(config, norm_first):
+    """Everything that a step gives, and every gradient of all of it."""
+    belief = make_belief(tokens=7)
+    hidden = left_padding(2, 7, [7, 4])
+    found = []
+    for way in ["eager", "auto"]:
+        layer = make_layer(norm_first=norm_first, implementation=way, **config)
+        given = Belief(*(x.clone().requires_grad_() for x in belief))
+        after, trace = layer.step(given, None, hidden, True)
+        observed = trace.observation
+        seen = observed.log_precision.masked_fill(hidden.unsqueeze(-1), 0.0)
+        outputs = [*after, observed.innovation, seen, observed.n_eff]
+        outputs += [observed.weights, trace.gain, trace.log_growth]
+        outputs += [trace.log_updated_precision]
+        loss = sum((x * x.detach().cos()).sum() for x in outputs)
+        leaves = [*given, *layer.parameters()]
+        grads = torch.autograd.grad(loss, leaves)
+        found.append([*outputs, *grads])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
