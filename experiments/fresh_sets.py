@@ -18,7 +18,7 @@ from bft_ref.recsys.train import TrainConfig
 from bft_ref.recsys.train.command import SASRecOptions, Train
 from experiments.runs import is_done, make
 
-OUTPUT = Path(__file__).parents[1] / "results" / "fresh"
+OUTPUT = Path(__file__).parents[1] / "results"
 SETS = ("video-games", "arts")
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -18,13 +18,19 @@ from numpy.typing import NDArray
 
 from bft_ref.recsys import fields
 from bft_ref.recsys.data.sequences import SplitName
-from bft_ref.recsys.metrics import Difference, Ranking, paired_bootstrap
+from bft_ref.recsys.metrics import (
+    Difference,
+    Ranking,
+    paired_bootstrap,
+    pooled_bootstrap,
+)
 from bft_ref.support.checks import choice
 
 Run = dict[str, Any]
-#: the two kinds of strata, and the index of the rarest targets in the first
-KINDS = ("frequency", "history")
+#: the kinds of strata; the rarest targets, and the rarest last items
+KINDS = ("frequency", "history", "last")
 RAREST = ("frequency", 0)
+RAREST_LAST = ("last", 0)
 
 
 def folder() -> Path:
@@ -70,6 +76,16 @@ def runs(
     return [run for run in each if split in run]
 
 
+def at(runs: list[Run], epoch: int) -> list[Run]:
+    """The runs as they were after an epoch, whichever was their best.
+
+    Raises: ValueError that names the epochs a run was read at.
+    """
+    for run in runs:
+        choice("epoch", str(epoch), list(run.get("at", {})))
+    return [run | run["at"][str(epoch)] for run in runs]
+
+
 def of_users(
     runs: list[Run],
     split: SplitName = "validation",
@@ -79,8 +95,8 @@ def of_users(
 ) -> NDArray[np.float64]:
     """HR@k or NDCG@k of each user and run, (runs, users).
 
-    ``stratum`` is a kind
-    (``frequency`` of the target, or ``history``) and a quartile 0…3.
+    ``stratum`` is a kind (``frequency`` of the target, length of the
+    ``history``, frequency of its ``last`` item) and a quartile 0…3.
     Raises: ValueError for no runs, runs that lack the split, another
     metric or stratum, or a k beyond the ranks that were kept.
     """
@@ -124,6 +140,29 @@ def difference(
     Only seeds that both sides have are compared. Raises: ValueError if there
     is none.
     """
+    return paired_bootstrap(*_sides(a, b, split, metric, stratum))
+
+
+def pooled_difference(
+    pairs: list[tuple[list[Run], list[Run]]],
+    split: SplitName = "validation",
+    metric: str = "NDCG",
+    stratum: tuple[str, int] | None = None,
+) -> Difference:
+    """The mean of :func:`difference` over the (a, b) of several sets."""
+    return pooled_bootstrap(
+        [_sides(a, b, split, metric, stratum) for a, b in pairs]
+    )
+
+
+def _sides(
+    a: list[Run],
+    b: list[Run],
+    split: SplitName,
+    metric: str,
+    stratum: tuple[str, int] | None,
+) -> tuple[NDArray, NDArray]:
+    """Both sides' users, for the seeds that both have."""
     one, other = ({run["seed"]: run for run in side} for side in (a, b))
     seeds = sorted(one.keys() & other.keys())
     if not seeds:
@@ -132,7 +171,7 @@ def difference(
             f"and {sorted(other)}"
         )
     a, b = ([side[seed] for seed in seeds] for side in (one, other))
-    return paired_bootstrap(
+    return (
         of_users(a, split, metric, stratum),
         of_users(b, split, metric, stratum),
     )

@@ -4,7 +4,7 @@ Every target is ranked against the whole catalogue without the user's
 history; nothing is sampled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -378,6 +378,60 @@ def paired_bootstrap(
     Raises: ValueError for shapes that do not pair, NaN or infinity, fewer
     than two users (there is nothing to draw), or fewer than 1 resample.
     """
+    return pooled_bootstrap(
+        [(a, b)], resamples=resamples, level=level, seed=seed
+    )
+
+
+def pooled_bootstrap(
+    pairs: Sequence[tuple[NDArray, NDArray]],
+    *,
+    resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Difference:
+    """The mean difference over data sets, each set counted once.
+
+    ``pairs``: (a, b) of each set, as :func:`paired_bootstrap` takes them;
+    sets share no users and are drawn independently. ``absolute`` and
+    ``relative`` are means over sets. The sets stay as they are: the interval
+    says nothing about a set that is not among them.
+    Raises: ValueError for no pair, and as :func:`paired_bootstrap`.
+    """
+    if not pairs:
+        raise ValueError("pairs: expected at least one, got none")
+    resamples = count("resamples", resamples, 1)
+    if not 0 < level < 1:
+        raise ValueError(f"level: expected in (0, 1), got {level!r}")
+    rng = np.random.default_rng(seed)
+    drawn = np.stack([_resampled(a, b, resamples, rng) for a, b in pairs])
+    found = np.array([[np.mean(x) for x in pair] for pair in pairs])
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (drawn[:, 1] / drawn[:, 0] - 1).mean(0)
+        relative = float((found[:, 1] / found[:, 0] - 1).mean())
+    if not np.isfinite(relative):
+        relative = np.nan
+    if not np.isfinite(ratios).all():
+        ratios = np.full(resamples, np.nan)
+    low, high = np.quantile((drawn[:, 1] - drawn[:, 0]).mean(0), tails)
+    relative_low, relative_high = np.quantile(ratios, tails)
+    return Difference(
+        float((found[:, 1] - found[:, 0]).mean()),
+        float(low),
+        float(high),
+        relative,
+        float(relative_low),
+        float(relative_high),
+        level,
+        resamples,
+    )
+
+
+def _resampled(
+    a: NDArray, b: NDArray, resamples: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Means of a and of b in each resample, (2, resamples)."""
     a, b = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (a, b))
     flat = a.ndim == b.ndim == 2 and len(a) > 0 and len(b) > 0
     if not flat or a.shape[1] != b.shape[1] or a.shape[1] < 2:
@@ -387,10 +441,6 @@ def paired_bootstrap(
         )
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise ValueError("a, b: expected numbers, got NaN or infinity")
-    resamples = count("resamples", resamples, 1)
-    if not 0 < level < 1:
-        raise ValueError(f"level: expected in (0, 1), got {level!r}")
-    rng = np.random.default_rng(seed)
     n = a.shape[1]
     means = np.empty((2, resamples))
     for r in range(resamples):
@@ -400,24 +450,7 @@ def paired_bootstrap(
         if len(b) != len(a):
             drawn = rng.integers(len(b), size=len(b))
         means[1, r] = (b @ weight)[drawn].mean()
-    tails = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(means[1] - means[0], tails)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = means[1] / means[0] - 1
-        relative = float(b.mean() / a.mean() - 1) if a.mean() else np.nan
-    if not np.isfinite(ratios).all():
-        ratios = np.full(resamples, np.nan)
-    relative_low, relative_high = np.quantile(ratios, tails)
-    return Difference(
-        float(b.mean() - a.mean()),
-        float(low),
-        float(high),
-        relative,
-        float(relative_low),
-        float(relative_high),
-        level,
-        resamples,
-    )
+    return means
 
 
 def popularity(split: Split) -> Scorer:

@@ -174,6 +174,29 @@ def test_a_difference_is_of_common_seeds(stored):
         results.difference(plain[1:], bft[1:])
 
 
+def test_a_pooled_difference_counts_sets_alike(stored):
+    plain, bft = results.runs("toy", "plain"), results.runs("toy", "bft")
+    value = results.runs("toy", "bft-value")
+    found = results.pooled_difference([(plain, bft), (plain, value)])
+    one, other = (results.difference(plain, x) for x in (bft, value))
+    assert found.absolute == pytest.approx((one.absolute + other.absolute) / 2)
+    assert found.relative == pytest.approx((one.relative + other.relative) / 2)
+
+
+def test_a_run_as_it_was_after_an_epoch(stored):
+    run = results.load("toy-sasrec-plain-s0")
+    early = run | {"at": {"3": {"validation": top({0: 2})}}}
+    (found,) = results.at([early], 3)
+    assert results.of_users([found], metric="NDCG").sum() == pytest.approx(
+        1 / math.log2(3)
+    )
+    assert found["seed"] == 0
+    with pytest.raises(ValueError, match="epoch: expected one of 3, got '4'"):
+        results.at([early], 4)
+    with pytest.raises(ValueError, match="epoch"):
+        results.at([run], 3)
+
+
 def test_what_made_a_run(stored):
     run = results.load("toy-sasrec-bft-s0")
     row = results.provenance({"filter": run}).loc["filter"]

@@ -178,7 +178,7 @@ LITTLE = {
             BUDGET | LITTLE | {"seed": 1},
         ),
         (
-            "fresh/video-games-sasrec-tau-bias-s1",
+            "video-games-sasrec-tau-bias-s1",
             PLAIN
             | {"n_items": 10672, "embedding_std": 0.02, "tau_bias": True},
             BUDGET | {"epochs": 80, "patience": 80, "seed": 1},

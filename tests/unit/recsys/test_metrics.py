@@ -332,6 +332,28 @@ def test_several_runs_widen_the_interval_by_their_spread():
     assert alone.absolute_high - alone.absolute_low > 1.0
 
 
+def test_pooled_sets_count_alike_and_are_drawn_independently():
+    rng = np.random.default_rng(0)
+    a = [rng.normal(5, 1, n) for n in (400, 4000)]
+    b = [
+        x + rng.normal(m, 1, len(x)) for x, m in zip(a, (0.5, 1), strict=True)
+    ]
+    pairs = list(zip(a, b, strict=True))
+    found = metrics.pooled_bootstrap(pairs, resamples=4000)
+    each = [metrics.paired_bootstrap(*pair) for pair in pairs]
+    assert found.absolute == pytest.approx(np.mean([x.absolute for x in each]))
+    assert found.relative == pytest.approx(np.mean([x.relative for x in each]))
+    errors = [(y - x).std() / len(x) ** 0.5 for x, y in pairs]
+    half = 1.96 * np.hypot(*errors) / 2
+    assert found.absolute_low == pytest.approx(found.absolute - half, abs=4e-3)
+    assert found.absolute_high == pytest.approx(
+        found.absolute + half, abs=4e-3
+    )
+    assert metrics.pooled_bootstrap(pairs[:1]) == each[0]
+    with pytest.raises(ValueError, match="pairs: expected at least one"):
+        metrics.pooled_bootstrap([])
+
+
 def test_the_bootstrap_refuses_what_does_not_pair():
     with pytest.raises(ValueError, match="same users"):
         metrics.paired_bootstrap(np.zeros(3), np.zeros(4))
