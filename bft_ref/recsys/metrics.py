@@ -62,7 +62,7 @@ class Ranking:
 
         ``ties``: "against" puts every tied item before the target;
         "expected" averages over the orders of the tied items, which gives a
-        constant scorer k / candidates, the level of chance: Equation (13.4).
+        constant scorer k / candidates, the level of chance: Equation (20.1).
         """
         k = count("k", k, 1)
         choice("ties", ties, ("against", "expected"))
@@ -372,7 +372,7 @@ def paired_bootstrap(
     share their seed, with it the batches, the negatives and the items' first
     vectors, and so some of their luck. Unequal numbers are drawn
     independently. Few runs understate their own spread: the variance of S
-    drawn runs is (S − 1)/S of the unbiased one. Equation (13.8) is the
+    drawn runs is (S − 1)/S of the unbiased one. Equation (20.3) is the
     variance of a resampled mean, runs in pairs. A relative interval is NaN
     where a resample of ``a`` has mean 0.
     Raises: ValueError for shapes that do not pair, NaN or infinity, fewer

@@ -183,6 +183,16 @@ def test_a_pooled_difference_counts_sets_alike(stored):
     assert found.relative == pytest.approx((one.relative + other.relative) / 2)
 
 
+def test_an_estimate_is_a_difference_with_its_seeds(stored):
+    found = results.estimate("toy", "plain", split="validation", label="a set")
+    plain, bft = results.runs("toy", "plain"), results.runs("toy", "bft")
+    assert repr(found.difference) == repr(results.difference(plain, bft))
+    assert found.seeds == 1 and found.label == "a set"
+    assert found.kind == "exploratory"
+    with pytest.raises(ValueError, match="common seed"):
+        results.estimate("toy", "plain")  # no test items
+
+
 def test_a_run_as_it_was_after_an_epoch(stored):
     run = results.load("toy-sasrec-plain-s0")
     early = run | {"at": {"3": {"validation": top({0: 2})}}}

@@ -32,7 +32,7 @@ class Gate(nn.Module):
     LayerScale start near 0); ``ligr``, σ(W h) per feature, the same for the
     FFN branch (LiGR, arXiv 2502.03417); ``qiu-head`` and ``qiu-element``,
     σ(W x) on the heads' output before W_O, x the normed state (Qiu et al.,
-    arXiv 2505.06708). The first four compute nothing new: Equation (13.7).
+    arXiv 2505.06708). The first four compute nothing new: Equation (13.3).
 
     Shapes: h, x, e (B, T, d); heads' output (B, T, H, d_h).
     Raises: ValueError for another kind.

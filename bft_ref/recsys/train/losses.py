@@ -47,7 +47,7 @@ def next_item_loss(
     the rate m/(n_items − 1) counts as at most one).
     A negative that is the question's own target does not count: with a single
     item there is nothing to choose, and ``sampled`` is 0 as ``full`` is.
-    Equations (13.2) and (13.3) say how well ``sampled`` estimates ``full``.
+    Equations (20.5) and (20.6) say how well ``sampled`` estimates ``full``.
 
     Shapes: ``query`` (N, d); ``target`` (N,); ``item_embeddings``
     (≥ n_items + 1, d); ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,),
