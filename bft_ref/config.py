@@ -8,6 +8,8 @@ from bft_ref.support import checks
 
 #: how attention is computed: see :mod:`bft_ref.fast.attention`
 Implementation = Literal["auto", "eager", "chunked", "flex"]
+#: how a state moves from layer to layer beside its network
+Dynamics = Literal["random_walk", "ornstein_uhlenbeck"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class BFTConfig:
     variance_rule: Literal["diagonal", "row"] = "diagonal"
     #: initial Q > 0, in state²
     process_noise: float = 1.0
+    #: variances grow by Q without bound, or return to a stationary one: see
+    #: :func:`bft_ref.delta.ornstein_uhlenbeck`
+    dynamics: Dynamics = "random_walk"
+    #: ς² > 0 that ``ornstein_uhlenbeck`` returns to, in state²; 1 is that of
+    #: a white normalised state
+    stationary_variance: float = 1.0
     #: ``eager``: the readable functions, which form the T×T weights; other
     #: ways to the same numbers: see :mod:`bft_ref.fast.attention`
     implementation: Implementation = "auto"
@@ -47,7 +55,16 @@ class BFTConfig:
         checks.typed(self)
         checks.number("prior_dof", self.prior_dof, 0.0)
         checks.number("process_noise", self.process_noise, 0.0)
+        check_dynamics(self)
         if self.variance_rule == "row" and self.granularity == "token":
             raise ValueError(
                 "variance_rule: 'row' needs granularity='feature', got 'token'"
             )
+
+
+def check_dynamics(config) -> None:
+    """Raise ValueError for a stationary variance that is bad or not read."""
+    checks.number("stationary_variance", config.stationary_variance, 0.0)
+    if config.dynamics == "random_walk":
+        reader = f"dynamics {config.dynamics!r}"
+        checks.unread(config, {"stationary_variance": reader})

@@ -347,14 +347,18 @@ class BFTLayer(nn.Module):
     def predict(self, belief: Belief) -> tuple[Belief, Tensor]:
         """The FFN as dynamics, by the delta method; log (1 + J)² with it.
 
-        Equation (8.1); the paper.
+        Equation (8.1); the paper. Other ``dynamics`` are ours.
         """
+        c = self.config
         step, log_growth = step_and_growth(self, belief)
-        log_precision = self.ways.predict(
-            belief.log_precision,
-            log_growth,
-            at_least_float32(self.log_process_noise),
-        )
+        carried = log_growth
+        log_q = at_least_float32(self.log_process_noise)
+        if c.dynamics == "ornstein_uhlenbeck":
+            log_kept, log_q = delta.ornstein_uhlenbeck(
+                log_q, c.stationary_variance
+            )
+            carried = log_growth + log_kept
+        log_precision = self.ways.predict(belief.log_precision, carried, log_q)
         predicted = Belief(belief.mean + self.drop(step), log_precision)
         if not self.norm_first:
             predicted = self._through_norm("norm2", predicted)

@@ -138,6 +138,7 @@ def layer(
     project_variance=True,
     rotary_base=None,
     eps=1e-5,
+    stationary=None,
 ):
     """One sequence through one layer.
 
@@ -248,7 +249,11 @@ def layer(
         growth[t] = (1 + (j.mean() if token else j)) ** 2
         mean = mean + step
         noise = np.exp(p["log_process_noise"])
-        lam_t = 1 / (growth[t] / lam_t + noise)
+        kept = 1.0
+        if stationary is not None:
+            kept = stationary / (stationary + noise)
+            noise = (1 - kept) * stationary
+        lam_t = 1 / (kept * growth[t] / lam_t + noise)
         if not norm_first:
             mean, lam_t = through(mean, lam_t, gamma2, beta2)
         out[t], lam[t] = mean, lam_t

@@ -35,6 +35,7 @@ from tests.factories import (
 from tests.oracles import loops
 
 GOLDEN = Path(__file__).with_name("golden_layer.json")
+RETURNING = {"dynamics": "ornstein_uhlenbeck", "stationary_variance": 1.7}
 
 
 def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
@@ -63,6 +64,11 @@ def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
             nu0=config.prior_dof,
             project_variance=config.project_variance,
             rotary_base=layer.rotary_base,
+            stationary=(
+                config.stationary_variance
+                if config.dynamics == "ornstein_uhlenbeck"
+                else None
+            ),
             **arguments,
         )
         found = {
@@ -125,6 +131,30 @@ def test_other_activations_equal_the_loop_oracle(activation):
     layer = make_layer(activation=activation)
     causal = np.tril(np.ones((5, 5), bool))
     assert_equals_loops(layer, make_belief(), causal, activation=activation)
+
+
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [RETURNING], ids=label)
+def test_our_options_equal_the_loop_oracle(options, first, granularity):
+    layer = make_layer(norm_first=first, granularity=granularity, **options)
+    features = 1 if granularity == "token" else None
+    visible = np.tril(np.ones((5, 5), bool))
+    visible[2] = False  # one query sees nothing
+    belief = make_belief(features=features)
+    assert_equals_loops(layer, belief, visible, activation="gelu")
+
+
+def test_noise_cannot_make_a_returning_state_vaguer_than_it_was():
+    layer, belief = make_layer(**RETURNING), make_belief()
+    with torch.no_grad():
+        layer.log_process_noise.fill_(40.0)
+        out, trace = layer.step(belief)
+        np.testing.assert_allclose(out.variance, 1.7, rtol=1e-6)
+        layer.log_process_noise.fill_(-40.0)
+        out, trace = layer.step(belief)
+    kept = trace.log_growth - trace.log_updated_precision
+    torch.testing.assert_close(out.log_precision, -kept)
 
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
@@ -513,6 +543,7 @@ def test_extra_parameters_are_below_a_thousandth(d, granularity):
         {"variance_rule": "row"},
         {"jacobian": "hutchinson"},
         {"jacobian": "hutchinson", "options": {"norm": "rmsnorm"}},
+        RETURNING,
     ],
     ids=label,
 )
@@ -671,6 +702,9 @@ def test_a_text_for_a_number_of_the_constructor_is_named():
         ("jacobian", "none"),
         ("variance_rule", "full"),
         ("implementation", "fast"),
+        ("dynamics", "free"),
+        ("stationary_variance", 0.0),
+        ("stationary_variance", 2.0),  # which a random walk does not read
     ],
 )
 def test_config_errors_name_the_option(option, value):
@@ -1087,6 +1121,8 @@ def test_shapes_are_found_on_the_meta_device(tokens, norm_first, granularity):
         {"reading": "mean", "activation": "silu"},
         {"variance_rule": "row", "activation": "swiglu"},
         {"options": {"norm": "rmsnorm", "num_kv_heads": 1}},
+        RETURNING,
+        RETURNING | {"granularity": "token"},
     ],
     ids=label,
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bft_ref import delta, reml
 from bft_ref.belief import Belief, discount
+from bft_ref.config import Dynamics, check_dynamics
 from bft_ref.kalman import update
 from bft_ref.layer import LayerTrace, Observation
 from bft_ref.recsys.models.base import Recommender, RecommenderConfig
@@ -34,11 +35,16 @@ class HSTUFilter:
     # Carry the variance through W_O into state units.
     project_variance: bool = True
     process_noise: float = 1.0  # Initial Q > 0, in state².
+    # Variances grow by Q without bound, or return to a stationary one.
+    dynamics: Dynamics = "random_walk"
+    # ς² > 0 that ornstein_uhlenbeck returns to, in state².
+    stationary_variance: float = 1.0
 
     def __post_init__(self):
         checks.typed(self)
         checks.number("prior_dof", self.prior_dof, 0.0)
         checks.number("process_noise", self.process_noise, 0.0)
+        check_dynamics(self)
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,14 @@ class HSTULayer(nn.Module):
         )
         observation = Observation(e, log_observed, n, weights)
         updated, gain = self.update(belief, observation)
+        kept = updated.log_precision
         log_q = at_least_float32(self.log_process_noise)
-        log_precision = discount(updated.log_precision, log_q)
+        if c.bft.dynamics == "ornstein_uhlenbeck":
+            log_kept, log_q = delta.ornstein_uhlenbeck(
+                log_q, c.bft.stationary_variance
+            )
+            kept = kept - log_kept
+        log_precision = discount(kept, log_q)
         predicted = Belief(updated.mean, log_precision)
         if traces is not None:
             trace = LayerTrace(

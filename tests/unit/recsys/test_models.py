@@ -258,6 +258,22 @@ def test_hstu_variance_is_the_loop_over_weights(
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
 
+def test_precision_of_hstu_returns_to_the_stationary_variance():
+    torch.manual_seed(0)
+    bft = HSTUFilter(
+        process_noise=0.4,
+        dynamics="ornstein_uhlenbeck",
+        stationary_variance=2.5,
+    )
+    layer = HSTULayer(make_config("hstu", dropout=0.0, bft=bft, **SMALL))
+    belief = Belief(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
+    out, trace = layer.step(belief, torch.randn(1, 1, 5, 5))
+    kept = 2.5 / (2.5 + 0.4)
+    before = (-trace.log_updated_precision).exp()
+    expected = kept * before + (1 - kept) * 2.5
+    torch.testing.assert_close(out.variance, expected)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("granularity", ["feature", "token"])
 def test_the_switch_makes_every_layer_a_filter(model, granularity):
@@ -689,6 +705,9 @@ def test_a_model_has_no_option_of_another(model, option):
         ({"prior_dof": 0.0}, ValueError),
         ({"process_noise": math.nan}, ValueError),
         ({"process_noise": "1"}, TypeError),
+        ({"dynamics": "free"}, ValueError),
+        ({"stationary_variance": 2.0}, ValueError),
+        ({"stationary_variance": "2"}, TypeError),
         ({"project_variance": 1}, TypeError),
     ],
 )
