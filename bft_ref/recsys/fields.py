@@ -93,6 +93,7 @@ UNREAD = {
 #: came while runs were made, of either version: what those without it did
 LATER = {"embedding_std": None}
 LATER_FILTER = {"dynamics": "random_walk", "stationary_variance": 1.0}
+LATER_TRAIN = {"noise_prior_sd": 0.0}
 
 
 def of_today(result: Fields) -> Fields:
@@ -114,7 +115,8 @@ def of_today(result: Fields) -> Fields:
             names = ("mask_rate", "last_rate")
             masks = {name: train.pop(name) for name in names}
             model = model_of_today(model, masks)
-        found["model"], found["train"] = _completed(model), train
+        found["model"] = _completed(model)
+        found["train"] = LATER_TRAIN | train
     return found
 
 

@@ -103,6 +103,7 @@ BUDGET = {
     "lr": 0.001,
     "precision_lr": 0.01,
     "weight_decay": 0.0,
+    "noise_prior_sd": 0.0,
     "clip": 0.0,
     "every_window": False,
     "seed": 0,
@@ -268,7 +269,11 @@ def test_a_new_run_and_an_old_one_of_the_same_meaning_are_equal():
         if name not in stored.LATER_FILTER
     }
     back = {today: old for old, today in stored.TRAIN.items()}
-    how = {back[name]: x for name, x in new["train"].items()}
+    how = {
+        back[name]: x
+        for name, x in new["train"].items()
+        if name not in stored.LATER_TRAIN
+    }
     how |= {"mask_rate": 0.3, "last_rate": 0.1}
     run = {k: v for k, v in new.items() if k not in ("version", "diagnostics")}
     run |= {"model": old, "train": how, "anatomy": new["diagnostics"]}
@@ -281,7 +286,8 @@ def test_every_word_of_today_is_a_field_of_today():
         *({field.name for field in fields(kind)} for kind in CONFIGS.values()),
         {field.name for field in fields(TrainConfig)},
     )
-    assert {*stored.MODEL.values(), *stored.TRAIN.values()} == words
+    every = {*stored.MODEL.values(), *stored.TRAIN.values()}
+    assert every | {*stored.LATER, *stored.LATER_TRAIN} == words
     every = {*stored.FILTER.values(), *stored.LATER_FILTER}
     assert every == {field.name for field in fields(BFTConfig)}
 
@@ -300,6 +306,8 @@ def test_what_came_later_stands_at_its_default():
             old["model"].pop(name)
         for name in stored.LATER_FILTER:
             old["model"]["bft"].pop(name)
+        for name in stored.LATER_TRAIN:
+            old["train"].pop(name)
         assert stored.of_today(old) == new
 
 
