@@ -8,6 +8,8 @@ from bft_ref.support import checks
 
 #: how attention is computed: see :mod:`bft_ref.fast.attention`
 Implementation = Literal["auto", "eager", "chunked", "flex"]
+#: what a layer reads as the innovation
+Innovation = Literal["increment", "difference"]
 #: how a state moves from layer to layer beside its network
 Dynamics = Literal["random_walk", "ornstein_uhlenbeck"]
 
@@ -24,6 +26,10 @@ class BFTConfig:
     #: what the observation precision is a precision of: one more value as
     #: kriging predicts it, the local mean, or a value around a known mean
     reading: Reading = "prediction"
+    #: what attention adds, e, is the innovation: h' = h + K∘e; or e is the
+    #: observation z: h' = h + K∘(z − h), which at K = 1 is no residual
+    #: connection any more, but forgets h
+    innovation: Innovation = "increment"
     #: s₀² from the neighbours' own variances, or 1
     prior_scale: Literal["neighbours", "unit"] = "neighbours"
     #: ν₀ > 0 of the inverse-χ² prior

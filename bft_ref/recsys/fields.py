@@ -92,7 +92,11 @@ UNREAD = {
 }
 #: came while runs were made, of either version: what those without it did
 LATER = {"embedding_std": None}
-LATER_FILTER = {"dynamics": "random_walk", "stationary_variance": 1.0}
+LATER_FILTER = {
+    "innovation": "increment",
+    "dynamics": "random_walk",
+    "stationary_variance": 1.0,
+}
 LATER_TRAIN = {"noise_prior_sd": 0.0}
 
 

@@ -139,6 +139,7 @@ def layer(
     rotary_base=None,
     eps=1e-5,
     stationary=None,
+    difference=False,
 ):
     """One sequence through one layer.
 
@@ -224,6 +225,8 @@ def layer(
         # update
         gain[t] = lam_obs[t] / (precision[t] + lam_obs[t])
         mean = h[t] + gain[t] * innovation[t]
+        if difference:
+            mean = (1 - gain[t]) * h[t] + gain[t] * innovation[t]
         lam_t = precision[t] + lam_obs[t]
 
         def through(mean, lam_t, gamma, beta):

@@ -353,7 +353,8 @@ LINES = [
     (
         """hstu --temperature 0.2 bft --granularity token --prior-scale unit
         --prior-dof 2 --no-project-variance --process-noise 0.5
-        --dynamics ornstein_uhlenbeck --stationary-variance 2.5 {}""",
+        --dynamics ornstein_uhlenbeck --stationary-variance 2.5
+        --innovation difference {}""",
         HSTUConfig(
             **SIZES,
             temperature=0.2,
@@ -363,6 +364,7 @@ LINES = [
                 prior_dof=2.0,
                 project_variance=False,
                 process_noise=0.5,
+                innovation="difference",
                 dynamics="ornstein_uhlenbeck",
                 stationary_variance=2.5,
             ),

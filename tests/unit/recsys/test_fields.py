@@ -174,6 +174,7 @@ LITTLE = {
                     "prior_dof": 1.0,
                     "project_variance": True,
                     "process_noise": 0.01,
+                    "innovation": "increment",
                     "dynamics": "random_walk",
                     "stationary_variance": 1.0,
                 },
