@@ -6,6 +6,7 @@ with respect to the norm's output: p is φ'(a) for an MLP, and for a gated one
 p, a, W₁ and W₂; no d×d matrix per token is formed.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -319,6 +320,28 @@ def predict(
     paper.
     """
     return -torch.logaddexp(log_growth - log_precision, log_process_noise)
+
+
+def ornstein_uhlenbeck(
+    log_process_noise: Tensor, stationary_variance: float
+) -> tuple[Tensor, Tensor]:
+    """log φ² and log Q' of a state whose variance returns to ς².
+
+    1/λ'' = φ²(1 + J)²/λ' + Q' with φ² = ς²/(ς² + Q) and Q' = (1 − φ²)ς²: a
+    weighted mean of what is carried and of ς², so that λ'' is never below the
+    lower of the two precisions, whatever Q. Q → 0: φ = 1, all is kept, and
+    Q' ≈ Q as of a random walk; Q → ∞: λ'' = 1/ς², all is forgotten. It is
+    φ²((1 + J)²/λ' + Q), a random walk's variance, shrunk. To
+    :func:`predict` go ``log_growth`` + log φ² and log Q'; means are not
+    shrunk by φ, or a layer would forget the state that a Transformer carries.
+
+    Shapes: any, twice; log 1 and log state². Ours.
+    """
+    log_variance = math.log(stationary_variance)
+    relative = log_process_noise - log_variance
+    # each share by itself: one minus the other would cancel
+    log_kept, log_replaced = F.logsigmoid(-relative), F.logsigmoid(relative)
+    return log_kept, log_variance + log_replaced
 
 
 def log_square(x: Tensor) -> Tensor:

@@ -32,9 +32,10 @@ from bft_ref.support.transplant import keep_process_noise, layer_like
 class Observation(NamedTuple):
     """What attention adds to the state, and how precisely it is known.
 
-    ``innovation`` e (B, T, d), state; ``log_precision`` log λ_obs (B, T, d)
-    or (B, T, 1), −inf where a token saw nothing; ``n_eff`` (B, H, T) and
-    ``weights`` α̃ (B, H, T, S) where they were kept.
+    ``innovation`` e (B, T, d), state, or z − h if the config says
+    ``difference``: what is added but for the gain; ``log_precision`` log λ_obs
+    (B, T, d) or (B, T, 1), −inf where a token saw nothing; ``n_eff`` (B, H, T)
+    and ``weights`` α̃ (B, H, T, S) where they were kept.
     """
 
     innovation: Tensor
@@ -245,7 +246,8 @@ class BFTLayer(nn.Module):
         """Attention as kriging: the innovation and its precision.
 
         Through W_O with independence, Equation (6.12), if the config says
-        ``project_variance``.
+        ``project_variance``. With ``innovation="difference"`` attention's
+        output is the observation z, of which h is subtracted (ours).
         """
         c, attn = self.config, self._attention()
         batch, tokens, _ = belief.mean.shape
@@ -323,8 +325,11 @@ class BFTLayer(nn.Module):
         log_precision = torch.where(saw, log_precision, -torch.inf)
         if cache is not None:
             cache.keep(joined)
+        innovation = self.drop(innovation)
+        if c.innovation == "difference":
+            innovation = innovation - belief.mean
         return Observation(
-            self.drop(innovation),
+            innovation,
             log_precision,
             moments.n_eff,
             moments.weights,
@@ -335,7 +340,8 @@ class BFTLayer(nn.Module):
     ) -> tuple[Belief, Tensor]:
         """The residual connection as a Kalman update, and its gain.
 
-        Equation (6.4); the paper. What attention adds is read as e.
+        Equation (6.4); the paper. What attention adds is read as e, or, by
+        the config's ``innovation``, as z.
         """
         updated, k = self.ways.update(
             belief, observation.innovation, observation.log_precision
@@ -347,14 +353,18 @@ class BFTLayer(nn.Module):
     def predict(self, belief: Belief) -> tuple[Belief, Tensor]:
         """The FFN as dynamics, by the delta method; log (1 + J)² with it.
 
-        Equation (8.1); the paper.
+        Equation (8.1); the paper. Other ``dynamics`` are ours.
         """
+        c = self.config
         step, log_growth = step_and_growth(self, belief)
-        log_precision = self.ways.predict(
-            belief.log_precision,
-            log_growth,
-            at_least_float32(self.log_process_noise),
-        )
+        carried = log_growth
+        log_q = at_least_float32(self.log_process_noise)
+        if c.dynamics == "ornstein_uhlenbeck":
+            log_kept, log_q = delta.ornstein_uhlenbeck(
+                log_q, c.stationary_variance
+            )
+            carried = log_growth + log_kept
+        log_precision = self.ways.predict(belief.log_precision, carried, log_q)
         predicted = Belief(belief.mean + self.drop(step), log_precision)
         if not self.norm_first:
             predicted = self._through_norm("norm2", predicted)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from bft_ref.config import BFTConfig
-from bft_ref.recsys.models import CONFIGS, HSTUFilter
+from bft_ref.recsys.models import CONFIGS, HSTUConfig, HSTUFilter
 from bft_ref.support import checks
 
 Fields = dict[str, Any]
@@ -90,8 +90,14 @@ UNREAD = {
     "mask_rate": 0.3,
     "last_rate": 0.1,
 }
-#: came to 0.1.0 while its runs were made: what those without it did
+#: came while runs were made, of either version: what those without it did
 LATER = {"embedding_std": None}
+LATER_FILTER = {
+    "innovation": "increment",
+    "dynamics": "random_walk",
+    "stationary_variance": 1.0,
+}
+LATER_TRAIN = {"noise_prior_sd": 0.0}
 
 
 def of_today(result: Fields) -> Fields:
@@ -102,16 +108,35 @@ def of_today(result: Fields) -> Fields:
     """
     version = result.get("version", 1)
     readable(version)
-    if version == VERSION:
-        return result
-    found = {RESULT.get(name, name): x for name, x in result.items()}
+    found = dict(result)
+    if version == 1:
+        found = {RESULT.get(name, name): x for name, x in result.items()}
     found["version"] = VERSION
     if "train" in result:  # counting has no configuration
-        train = _renamed(result["train"], TRAIN)
-        masks = {name: train.pop(name) for name in ("mask_rate", "last_rate")}
-        found["model"] = model_of_today(result["model"], masks)
-        found["train"] = train
+        model, train = result["model"], result["train"]
+        if version == 1:
+            train = _renamed(train, TRAIN)
+            names = ("mask_rate", "last_rate")
+            masks = {name: train.pop(name) for name in names}
+            model = model_of_today(model, masks)
+        found["model"] = _completed(model)
+        found["train"] = LATER_TRAIN | train
     return found
+
+
+def _completed(model: Fields) -> Fields:
+    """A model's fields, with those of its class that came later."""
+    kind = CONFIGS[model["model"]]
+    found = _later(LATER, kind) | model
+    if isinstance(found["bft"], dict):
+        known = HSTUFilter if kind is HSTUConfig else BFTConfig
+        found["bft"] = _later(LATER_FILTER, known) | found["bft"]
+    return found
+
+
+def _later(values: Fields, kind: type) -> Fields:
+    known = {field.name for field in fields(kind)}
+    return {name: x for name, x in values.items() if name in known}
 
 
 def readable(version: Any) -> None:
@@ -143,7 +168,7 @@ def model_of_today(model: Fields, masks: Fields) -> Fields:
     """A model's fields, with its name as ``model``. Raises: ValueError."""
     given = dict(model)
     name = checks.choice("model", given.pop("model", "sasrec"), CONFIGS)
-    given = LATER | _renamed(given, MODEL) | masks
+    given = _renamed(given, MODEL) | masks
     if name == "hstu":
         given.pop("dim_feedforward", None)  # a size, which was never refused
     given = _read(given, {field.name for field in fields(CONFIGS[name])})

@@ -138,6 +138,8 @@ def layer(
     project_variance=True,
     rotary_base=None,
     eps=1e-5,
+    stationary=None,
+    difference=False,
 ):
     """One sequence through one layer.
 
@@ -223,6 +225,8 @@ def layer(
         # update
         gain[t] = lam_obs[t] / (precision[t] + lam_obs[t])
         mean = h[t] + gain[t] * innovation[t]
+        if difference:
+            mean = (1 - gain[t]) * h[t] + gain[t] * innovation[t]
         lam_t = precision[t] + lam_obs[t]
 
         def through(mean, lam_t, gamma, beta):
@@ -248,7 +252,11 @@ def layer(
         growth[t] = (1 + (j.mean() if token else j)) ** 2
         mean = mean + step
         noise = np.exp(p["log_process_noise"])
-        lam_t = 1 / (growth[t] / lam_t + noise)
+        kept = 1.0
+        if stationary is not None:
+            kept = stationary / (stationary + noise)
+            noise = (1 - kept) * stationary
+        lam_t = 1 / (kept * growth[t] / lam_t + noise)
         if not norm_first:
             mean, lam_t = through(mean, lam_t, gamma2, beta2)
         out[t], lam[t] = mean, lam_t

@@ -19,6 +19,7 @@ CONFIGS = [
     {"prior_scale": "unit", "reading": "mean"},
     {"norm_first": False},
     {"norm_first": False, "granularity": "token", "activation": "swiglu"},
+    {"dynamics": "ornstein_uhlenbeck", "innovation": "difference"},
     {
         "d_model": 16,
         "heads": 4,

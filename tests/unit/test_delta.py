@@ -1,6 +1,7 @@
 """Jacobians against torch.func.jacrev, variances against simulation."""
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -294,10 +295,59 @@ def test_predict_without_process_noise_multiplies():
     torch.testing.assert_close(found, torch.tensor(0.6))
 
 
+def reverting(log_precision, log_growth, log_q, stationary=1.7):
+    """log λ'' of a state that returns to its stationary variance."""
+    log_kept, log_noise = delta.ornstein_uhlenbeck(log_q, stationary)
+    return delta.predict(log_precision, log_growth + log_kept, log_noise)
+
+
+def test_a_state_that_returns_to_its_stationary_variance():
+    """φ² of what is carried, and the rest of ς²."""
+    for lam, growth, q, s in [(0.3, 1.7, 0.4, 2.5), (40.0, 0.2, 9.0, 0.7)]:
+        kept = s / (s + q)
+        expected = 1 / (kept * growth / lam + (1 - kept) * s)
+        logs = (torch.tensor(x).double().log() for x in (lam, growth, q))
+        found = reverting(*logs, s)
+        torch.testing.assert_close(found.exp().item(), expected)
+        # a random walk's variance, shrunk
+        assert 1 / expected == pytest.approx(kept * (growth / lam + q))
+        assert min(lam / growth, 1 / s) < expected < max(lam / growth, 1 / s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("log_q", [-torch.inf, -80.0, 80.0, torch.inf])
+def test_the_ends_of_a_returning_state(log_q, dtype):
+    """No noise keeps everything, any amount of it no less than 1/ς²."""
+    log = torch.tensor([-60.0, -1.0, 2.0, 60.0], dtype=dtype)
+    found = reverting(log, torch.zeros_like(log), torch.full_like(log, log_q))
+    bound = torch.full_like(log, -math.log(1.7))
+    expected = log if log_q < 0 else bound
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("log_q", [-80.0, -20.0, 0.0, 20.0, 80.0])
+def test_gradients_of_a_returning_state_keep_their_digits(log_q):
+    """In float32 as in float64, though shares differ by e⁸⁰."""
+    found = {}
+    for dtype in [torch.float32, torch.float64]:
+        leaves = [
+            torch.tensor([-7.0, 0.5, 9.0], dtype=dtype),
+            torch.tensor([0.4, -1.0, 2.0], dtype=dtype),
+            torch.full((3,), log_q, dtype=dtype),
+        ]
+        leaves = [x.requires_grad_() for x in leaves]
+        grads = torch.autograd.grad(reverting(*leaves).sum(), leaves)
+        found[dtype] = [g.double() for g in grads]
+    for x, y in zip(*found.values(), strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=0)
+
+
 def test_gradcheck_of_predict_and_log_square():
     values = torch.linspace(-3, 3, 7, dtype=torch.float64)
     leaves = [(values + c).requires_grad_() for c in (0.1, -0.7, 0.4)]
     assert torch.autograd.gradcheck(delta.predict, leaves)
+    assert torch.autograd.gradcheck(reverting, leaves)
     assert torch.autograd.gradcheck(delta.log_square, leaves[:1])
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bft_ref import Belief, delta
+from bft_ref.config import Dynamics
 from tests.factories import (
     ENDS,
     label,
@@ -172,9 +174,11 @@ def test_one_hot_attention(config):
 
 
 @pytest.mark.parametrize("value", [-100.0, -30.0, 30.0, 80.0])
+@pytest.mark.parametrize("dynamics", get_args(Dynamics))
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_process_noise_of_any_size(value, granularity):
-    model = make_encoder(2, dtype=torch.float32, granularity=granularity)
+def test_process_noise_of_any_size(value, granularity, dynamics):
+    options = {"granularity": granularity, "dynamics": dynamics}
+    model = make_encoder(2, dtype=torch.float32, **options)
     with torch.no_grad():
         for layer in model.layers:
             layer.log_process_noise.fill_(value)

@@ -35,6 +35,8 @@ from tests.factories import (
 from tests.oracles import loops
 
 GOLDEN = Path(__file__).with_name("golden_layer.json")
+RETURNING = {"dynamics": "ornstein_uhlenbeck", "stationary_variance": 1.7}
+DIFFERENCE = {"innovation": "difference"}
 
 
 def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
@@ -63,6 +65,12 @@ def assert_equals_loops(layer, belief, visible, hidden=None, **arguments):
             nu0=config.prior_dof,
             project_variance=config.project_variance,
             rotary_base=layer.rotary_base,
+            stationary=(
+                config.stationary_variance
+                if config.dynamics == "ornstein_uhlenbeck"
+                else None
+            ),
+            difference=config.innovation == "difference",
             **arguments,
         )
         found = {
@@ -125,6 +133,64 @@ def test_other_activations_equal_the_loop_oracle(activation):
     layer = make_layer(activation=activation)
     causal = np.tril(np.ones((5, 5), bool))
     assert_equals_loops(layer, make_belief(), causal, activation=activation)
+
+
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [RETURNING, DIFFERENCE], ids=label)
+def test_our_options_equal_the_loop_oracle(options, first, granularity):
+    layer = make_layer(norm_first=first, granularity=granularity, **options)
+    features = 1 if granularity == "token" else None
+    visible = np.tril(np.ones((5, 5), bool))
+    visible[2] = False  # one query sees nothing
+    belief = make_belief(features=features)
+    assert_equals_loops(layer, belief, visible, activation="gelu")
+
+
+def test_an_observation_is_subtracted_and_weighs_as_an_increment_does():
+    """λ is the same; K moves the state to z, where e was added to it."""
+    layer = make_layer(prior_scale="unit")
+    other = make_layer(prior_scale="unit", **DIFFERENCE)
+    belief, hidden = make_belief(), left_padding(2, 5, [5, 2])
+    seen, subtracted = (
+        each.observe(belief, None, hidden, True) for each in (layer, other)
+    )
+    z = seen.innovation
+    torch.testing.assert_close(subtracted.innovation, z - belief.mean)
+    assert torch.equal(seen.log_precision, subtracted.log_precision)
+    updated, k = other.update(belief, subtracted)
+    torch.testing.assert_close(updated.mean, (1 - k) * belief.mean + k * z)
+    assert torch.equal(
+        updated.log_precision, layer.update(belief, seen)[0].log_precision
+    )
+    # what saw nothing keeps its mean
+    assert torch.equal(updated.mean[1, :3], belief.mean[1, :3])
+    # a state of which nothing is known is forgotten
+    vague = belief._replace(log_precision=belief.log_precision - 80)
+    updated, _ = other.update(vague, other.observe(vague))
+    z = layer.observe(vague).innovation
+    torch.testing.assert_close(updated.mean, z, rtol=0, atol=1e-12)
+
+
+def test_dropout_thins_the_observation_before_the_state_is_subtracted():
+    layer = make_layer(dropout=0.5, **DIFFERENCE).train()
+    torch.manual_seed(3)
+    belief = make_belief()
+    found = layer.observe(belief).innovation
+    dropped = found == -belief.mean
+    assert 0.3 < dropped.double().mean() < 0.7
+
+
+def test_noise_cannot_make_a_returning_state_vaguer_than_it_was():
+    layer, belief = make_layer(**RETURNING), make_belief()
+    with torch.no_grad():
+        layer.log_process_noise.fill_(40.0)
+        out, trace = layer.step(belief)
+        np.testing.assert_allclose(out.variance, 1.7, rtol=1e-6)
+        layer.log_process_noise.fill_(-40.0)
+        out, trace = layer.step(belief)
+    kept = trace.log_growth - trace.log_updated_precision
+    torch.testing.assert_close(out.log_precision, -kept)
 
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
@@ -341,10 +407,13 @@ def test_hidden_tokens_do_not_matter():
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("innovation", ["increment", "difference"])
 def test_all_masked_row_keeps_its_mean_and_has_finite_gradients(
-    first, granularity
+    first, granularity, innovation
 ):
-    layer = make_layer(norm_first=first, granularity=granularity)
+    layer = make_layer(
+        norm_first=first, granularity=granularity, innovation=innovation
+    )
     belief = make_belief()
     mean = belief.mean.clone().requires_grad_()
     log = belief.log_precision.clone().requires_grad_()
@@ -513,6 +582,8 @@ def test_extra_parameters_are_below_a_thousandth(d, granularity):
         {"variance_rule": "row"},
         {"jacobian": "hutchinson"},
         {"jacobian": "hutchinson", "options": {"norm": "rmsnorm"}},
+        RETURNING,
+        DIFFERENCE,
     ],
     ids=label,
 )
@@ -671,6 +742,10 @@ def test_a_text_for_a_number_of_the_constructor_is_named():
         ("jacobian", "none"),
         ("variance_rule", "full"),
         ("implementation", "fast"),
+        ("innovation", "sum"),
+        ("dynamics", "free"),
+        ("stationary_variance", 0.0),
+        ("stationary_variance", 2.0),  # which a random walk does not read
     ],
 )
 def test_config_errors_name_the_option(option, value):
@@ -1087,6 +1162,10 @@ def test_shapes_are_found_on_the_meta_device(tokens, norm_first, granularity):
         {"reading": "mean", "activation": "silu"},
         {"variance_rule": "row", "activation": "swiglu"},
         {"options": {"norm": "rmsnorm", "num_kv_heads": 1}},
+        RETURNING,
+        RETURNING | {"granularity": "token"},
+        DIFFERENCE,
+        DIFFERENCE | {"granularity": "token"},
     ],
     ids=label,
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bft_ref import delta, reml
 from bft_ref.belief import Belief, discount
+from bft_ref.config import Dynamics, Innovation, check_dynamics
 from bft_ref.kalman import update
 from bft_ref.layer import LayerTrace, Observation
 from bft_ref.recsys.models.base import Recommender, RecommenderConfig
@@ -28,17 +29,25 @@ class HSTUFilter:
 
     # A precision per feature, or one per token.
     granularity: Literal["feature", "token"] = "feature"
+    # What attention adds is the innovation, or an observation of the state,
+    # which is subtracted.
+    innovation: Innovation = "increment"
     # s₀² from the neighbours' own variances, or one.
     prior_scale: Literal["neighbours", "unit"] = "neighbours"
     prior_dof: float = 1.0  # ν₀ > 0 of the inverse-χ² prior.
     # Carry the variance through W_O into state units.
     project_variance: bool = True
     process_noise: float = 1.0  # Initial Q > 0, in state².
+    # Variances grow by Q without bound, or return to a stationary one.
+    dynamics: Dynamics = "random_walk"
+    # ς² > 0 that ornstein_uhlenbeck returns to, in state².
+    stationary_variance: float = 1.0
 
     def __post_init__(self):
         checks.typed(self)
         checks.number("prior_dof", self.prior_dof, 0.0)
         checks.number("process_noise", self.process_noise, 0.0)
+        check_dynamics(self)
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,8 @@ class HSTULayer(nn.Module):
     length, e = W_O(U ∘ norm(AV)), h' = h + e; norms without affine map, no
     FFN; initial weights as published. As a filter: A is reweighted by λ̄,
     Var(AV) is the sandwich estimate, carried through the norm, U² and W_O² to
-    λ_obs; then h' = h + K ∘ e, and λ is discounted by Q (J = 0). Equations
-    (11.7)–(11.14); our formulas.
+    λ_obs; then h' = h + K ∘ e, or h + K ∘ (e − h), and λ is discounted by Q
+    (J = 0). Equations (11.7)–(11.14); our formulas.
 
     Shapes: h (B, T, d), ``relative`` r (B or 1, 1, T, T), log λ (B, T, d or
     1).
@@ -128,10 +137,18 @@ class HSTULayer(nn.Module):
         n = weights.square().sum(-1).square() / weights.pow(4).sum(-1).clamp(
             min=torch.finfo(weights.dtype).tiny
         )
+        if c.bft.innovation == "difference":
+            e = e - h
         observation = Observation(e, log_observed, n, weights)
         updated, gain = self.update(belief, observation)
+        kept = updated.log_precision
         log_q = at_least_float32(self.log_process_noise)
-        log_precision = discount(updated.log_precision, log_q)
+        if c.bft.dynamics == "ornstein_uhlenbeck":
+            log_kept, log_q = delta.ornstein_uhlenbeck(
+                log_q, c.bft.stationary_variance
+            )
+            kept = kept - log_kept
+        log_precision = discount(kept, log_q)
         predicted = Belief(updated.mean, log_precision)
         if traces is not None:
             trace = LayerTrace(

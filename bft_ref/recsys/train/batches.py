@@ -96,6 +96,18 @@ def pad_windows(
     return items, times, n
 
 
+def count_batches(
+    sequences: Sequences, max_length: int, batch_size: int, every: bool = False
+) -> int:
+    """How many :func:`training_batches` gives in an epoch.
+
+    Raises: ValueError for a size or length below 1.
+    """
+    batch_size = count("batch_size", batch_size, 1)
+    users, _ = windows(sequences.lengths, max_length, every)
+    return -(-len(users) // batch_size)
+
+
 def training_batches(
     sequences: Sequences,
     *,

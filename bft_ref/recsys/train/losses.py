@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bft_ref.support import checks
 
@@ -23,6 +23,32 @@ def uniform_negatives(
     checks.count("count", count, 1)
     checks.count("n_items", n_items, 1)
     return torch.randint(1, n_items + 1, (count,), generator=generator)
+
+
+def noise_penalty(model: nn.Module, start: float, sd: float) -> Tensor:
+    """−log of a log-normal prior on every Q, but for a constant.
+
+    Σ (log Q − log Q₀)²/(2 sd²) over layers and features, Q₀ = ``start`` the
+    Q before training, in state². Beside the sum of an epoch's losses, each
+    question's once, it makes the trained Q a mode of the posterior (MAP, of
+    log Q). Ours.
+
+    Raises: ValueError for ``start`` or ``sd`` that is not positive, or a
+    model without process noise.
+    """
+    checks.number("start", start, 0.0)
+    checks.number("sd", sd, 0.0)
+    away = [
+        (log_q - math.log(start)).square().sum()
+        for name, log_q in model.named_parameters()
+        if name.endswith("log_process_noise")
+    ]
+    if not away:
+        raise ValueError(
+            "model: expected a Bayesian filter, got a model without process "
+            "noise"
+        )
+    return torch.stack(away).sum() / (2 * sd**2)
 
 
 def next_item_loss(

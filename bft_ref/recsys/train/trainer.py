@@ -19,7 +19,7 @@ from bft_ref.recsys.data.errors import DataError
 from bft_ref.recsys.data.sequences import Sequences, Split, SplitName
 from bft_ref.recsys.models import Recommender, RecommenderConfig, build
 from bft_ref.recsys.storage import VERSION, as_fields, write
-from bft_ref.recsys.train.batches import training_batches
+from bft_ref.recsys.train.batches import count_batches, training_batches
 from bft_ref.recsys.train.diagnostics import (
     diagnose,
     histories,
@@ -28,6 +28,7 @@ from bft_ref.recsys.train.diagnostics import (
 from bft_ref.recsys.train.losses import (
     Loss,
     next_item_loss,
+    noise_penalty,
     uniform_negatives,
 )
 from bft_ref.recsys.train.provenance import (
@@ -63,6 +64,8 @@ class TrainConfig:
     batch_size: int = 128  # Sequences a batch.
     lr: float = 1e-3  # Adam's rate.
     precision_lr: float = 1e-2  # Adam's rate for log τ and log Q.
+    # SD of a log-normal prior on a filter's Q around its start; 0: none.
+    noise_prior_sd: float = 0.0
     weight_decay: float = 0.0  # Adam's L2.
     # Largest norm of a step's gradient, of all parameters together; 0: any.
     clip: float = 0.0
@@ -83,6 +86,7 @@ class TrainConfig:
         checks.number("lr", self.lr, 0.0)
         checks.number("precision_lr", self.precision_lr, 0.0)
         checks.within("gbce_t", self.gbce_t, 0.0, 1.0)
+        checks.within("noise_prior_sd", self.noise_prior_sd, 0.0)
         checks.within("weight_decay", self.weight_decay, 0.0)
         checks.within("clip", self.clip, 0.0)
         if not 0 <= self.seed < 2**64:
@@ -175,10 +179,16 @@ def fit(
 
     Raises: RunError for a checkpoint of another configuration, data or
     number of processes, a model for another number of items, an epoch to be
-    read that is not reached, or a loss that is no longer finite; DataError if
-    no user has the three items that it takes to be asked.
+    read that is not reached, a prior on Q for a plain model, or a loss that
+    is no longer finite; DataError if no user has the three items that it takes
+    to be asked.
     """
     read_at = epochs_to_read(read_at, config)
+    if model_config.bft is None and config.noise_prior_sd > 0:
+        raise RunError(
+            "noise_prior_sd: expected 0 for a plain model, which has no "
+            f"process noise; got {config.noise_prior_sd}"
+        )
     if model_config.n_items != sequences.n_items:
         raise RunError(
             f"n_items: expected {sequences.n_items}, those of the data; got "
@@ -394,13 +404,21 @@ class _State:
 
 
 def _epoch(parallel, model, optimizer, split, config, epoch, device):
-    """One pass; returns the mean loss over questions and the steps."""
+    """One pass; returns the mean loss over questions and the steps.
+
+    A prior on Q is shared out evenly among the epoch's B batches: a step's
+    loss, the mean of n questions, is then 1/n of (their sum + 1/B of the
+    prior's), and the steps together are those of the epoch's MAP objective.
+    """
     rank, world = _rank(), _world()
     rng = np.random.default_rng([config.seed, epoch, 1])
     draw = torch.Generator().manual_seed(_seed(config.seed, epoch, 2))
     torch.manual_seed(_seed(config.seed, epoch, 3, rank))
     c = model.config
     sampled = config.loss != "full"
+    batches = count_batches(
+        split.training, c.max_length, config.batch_size, config.every_window
+    )
     parallel.train()
     total, asked, steps = 0.0, 0, 0
     for batch in training_batches(
@@ -419,11 +437,14 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
             negatives = negatives.to(device)
         questions = int((batch.target > 0).sum())
         mine = batch.share(rank, world).to(device)
-        loss = parallel(mine, negatives, config)
+        loss, prior = parallel(mine, negatives, config)
         # DDP averages gradients over processes; shares differ in questions.
         share = int((mine.target > 0).sum()) * world / questions
         optimizer.zero_grad(set_to_none=True)
-        (loss * share).backward()
+        objective = loss * share
+        if prior is not None:
+            objective = objective + prior / (batches * questions)
+        objective.backward()
         if config.clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
@@ -440,13 +461,24 @@ def _epoch(parallel, model, optimizer, split, config, epoch, device):
 
 
 class _Loss(nn.Module):
-    """Model and loss in one forward, as DDP needs it."""
+    """Model, loss and prior in one forward, as DDP needs it."""
 
     def __init__(self, model: Recommender):
         super().__init__()
         self.model = model
 
-    def forward(self, batch, negatives, config) -> Tensor:
+    def forward(
+        self, batch, negatives, config
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._loss(batch, negatives, config), self._prior(config)
+
+    def _prior(self, config) -> Tensor | None:
+        if config.noise_prior_sd == 0:
+            return None
+        start = self.model.config.bft.process_noise
+        return noise_penalty(self.model, start, config.noise_prior_sd)
+
+    def _loss(self, batch, negatives, config) -> Tensor:
         model = self.model
         where = batch.target > 0
         if bool((where & (batch.items == 0)).any()):

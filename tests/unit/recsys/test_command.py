@@ -153,6 +153,7 @@ def test_a_killed_run_goes_on_to_the_same_result(data, tmp_path):
 def test_two_processes_find_what_one_finds(data, tmp_path):
     one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
     short = ["--dropout", "0", "--epochs", "2", "--batch-size", "33"]
+    short += ["--noise-prior-sd", "0.5"]
     subprocess.run(command(data, one, *short), env=environment(), check=True)
     subprocess.run(
         command(data, two, "torchrun", *short), env=environment(), check=True
@@ -295,8 +296,8 @@ COMMON = """--data my.txt --data-dir there --format s3rec --max-length 9
     --embedding-std 0.3 --tau shuffled --tau-power 0.25 --tau-start 2
     --epochs 7 --patience 3 --evaluate-every 2 --batch-size 17 --lr 0.02
     --precision-lr 0.03 --weight-decay 0.01 --clip 0.5 --every-window --seed 11
-    --device meta --threads 5 --checkpoint c.pt --quiet --evaluate-test
-    --read-at 3 5"""
+    --noise-prior-sd 0.5 --device meta --threads 5 --checkpoint c.pt --quiet
+    --evaluate-test --read-at 3 5"""
 SIZES = {
     "n_items": 100,
     "max_length": 9,
@@ -318,6 +319,7 @@ BUDGET = {
     "precision_lr": 0.03,
     "weight_decay": 0.01,
     "clip": 0.5,
+    "noise_prior_sd": 0.5,
     "every_window": True,
     "seed": 11,
 }
@@ -350,7 +352,9 @@ LINES = [
     ),
     (
         """hstu --temperature 0.2 bft --granularity token --prior-scale unit
-        --prior-dof 2 --no-project-variance --process-noise 0.5 {}""",
+        --prior-dof 2 --no-project-variance --process-noise 0.5
+        --dynamics ornstein_uhlenbeck --stationary-variance 2.5
+        --innovation difference {}""",
         HSTUConfig(
             **SIZES,
             temperature=0.2,
@@ -360,6 +364,9 @@ LINES = [
                 prior_dof=2.0,
                 project_variance=False,
                 process_noise=0.5,
+                innovation="difference",
+                dynamics="ornstein_uhlenbeck",
+                stationary_variance=2.5,
             ),
         ),
         TrainConfig(**BUDGET),

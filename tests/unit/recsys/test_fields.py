@@ -103,6 +103,7 @@ BUDGET = {
     "lr": 0.001,
     "precision_lr": 0.01,
     "weight_decay": 0.0,
+    "noise_prior_sd": 0.0,
     "clip": 0.0,
     "every_window": False,
     "seed": 0,
@@ -173,6 +174,9 @@ LITTLE = {
                     "prior_dof": 1.0,
                     "project_variance": True,
                     "process_noise": 0.01,
+                    "innovation": "increment",
+                    "dynamics": "random_walk",
+                    "stationary_variance": 1.0,
                 },
             },
             BUDGET | LITTLE | {"seed": 1},
@@ -260,9 +264,17 @@ def test_a_new_run_and_an_old_one_of_the_same_meaning_are_equal():
     old = {back.get(name, name): x for name, x in new["model"].items()}
     old |= {"temperature": 0.05}
     back = {today: old for old, today in stored.FILTER.items()}
-    old["bft"] = {back[name]: x for name, x in old["bft"].items()}
+    old["bft"] = {
+        back[name]: x
+        for name, x in old["bft"].items()
+        if name not in stored.LATER_FILTER
+    }
     back = {today: old for old, today in stored.TRAIN.items()}
-    how = {back[name]: x for name, x in new["train"].items()}
+    how = {
+        back[name]: x
+        for name, x in new["train"].items()
+        if name not in stored.LATER_TRAIN
+    }
     how |= {"mask_rate": 0.3, "last_rate": 0.1}
     run = {k: v for k, v in new.items() if k not in ("version", "diagnostics")}
     run |= {"model": old, "train": how, "anatomy": new["diagnostics"]}
@@ -275,8 +287,29 @@ def test_every_word_of_today_is_a_field_of_today():
         *({field.name for field in fields(kind)} for kind in CONFIGS.values()),
         {field.name for field in fields(TrainConfig)},
     )
-    assert {*stored.MODEL.values(), *stored.TRAIN.values()} == words
-    assert set(stored.FILTER.values()) == {f.name for f in fields(BFTConfig)}
+    every = {*stored.MODEL.values(), *stored.TRAIN.values()}
+    assert every | {*stored.LATER, *stored.LATER_TRAIN} == words
+    every = {*stored.FILTER.values(), *stored.LATER_FILTER}
+    assert every == {field.name for field in fields(BFTConfig)}
+
+
+def test_what_came_later_stands_at_its_default():
+    """A run of version 2 without it, too, is the run of today."""
+    data = simulate(60, 12, length=(4, 6), seed=1).sequences
+    train = TrainConfig(epochs=1, num_negatives=4, batch_size=32)
+    for kind, bft in [(SASRecConfig, BFTConfig()), (HSTUConfig, HSTUFilter())]:
+        model = kind(12, 8, nhead=1, max_length=5, bft=bft)
+        assert stored._completed(as_fields(model)) == as_fields(model)
+        new = {"version": 2, "data": data.describe()}
+        new |= {"model": as_fields(model), "train": as_fields(train)}
+        old = json.loads(json.dumps(new))
+        for name in stored.LATER:
+            old["model"].pop(name)
+        for name in stored.LATER_FILTER:
+            old["model"]["bft"].pop(name)
+        for name in stored.LATER_TRAIN:
+            old["train"].pop(name)
+        assert stored.of_today(old) == new
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,40 @@ def test_hstu_variance_is_the_loop_over_weights(
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
 
+def test_precision_of_hstu_returns_to_the_stationary_variance():
+    torch.manual_seed(0)
+    bft = HSTUFilter(
+        process_noise=0.4,
+        dynamics="ornstein_uhlenbeck",
+        stationary_variance=2.5,
+    )
+    layer = HSTULayer(make_config("hstu", dropout=0.0, bft=bft, **SMALL))
+    belief = Belief(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
+    out, trace = layer.step(belief, torch.randn(1, 1, 5, 5))
+    kept = 2.5 / (2.5 + 0.4)
+    before = (-trace.log_updated_precision).exp()
+    expected = kept * before + (1 - kept) * 2.5
+    torch.testing.assert_close(out.variance, expected)
+
+
+def test_hstu_subtracts_the_state_from_what_it_observed():
+    torch.manual_seed(0)
+    found = []
+    belief = Belief(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
+    relative = torch.randn(1, 1, 5, 5)
+    for innovation in ("increment", "difference"):
+        bft = HSTUFilter(innovation=innovation)
+        layer = HSTULayer(make_config("hstu", dropout=0.0, bft=bft, **SMALL))
+        found.append((layer, *layer.step(belief, relative)))
+    (one, before, increment), (other, _, _) = found
+    other.load_state_dict(one.state_dict())
+    after, trace = other.step(belief, relative)
+    z, k = increment.observation.innovation, increment.gain
+    torch.testing.assert_close(trace.observation.innovation, z - belief.mean)
+    torch.testing.assert_close(after.mean, (1 - k) * belief.mean + k * z)
+    assert torch.equal(after.log_precision, before.log_precision)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("granularity", ["feature", "token"])
 def test_the_switch_makes_every_layer_a_filter(model, granularity):
@@ -689,6 +723,10 @@ def test_a_model_has_no_option_of_another(model, option):
         ({"prior_dof": 0.0}, ValueError),
         ({"process_noise": math.nan}, ValueError),
         ({"process_noise": "1"}, TypeError),
+        ({"dynamics": "free"}, ValueError),
+        ({"innovation": "sum"}, ValueError),
+        ({"stationary_variance": 2.0}, ValueError),
+        ({"stationary_variance": "2"}, TypeError),
         ({"project_variance": 1}, TypeError),
     ],
 )

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from bft_ref.config import BFTConfig
 from bft_ref.recsys.data import DataError, Sequences, simulate
 from bft_ref.recsys.metrics import Ranking
-from bft_ref.recsys.models import build
+from bft_ref.recsys.models import HSTUFilter, build
 from bft_ref.recsys.train import (
+    RunError,
     TrainConfig,
     diagnose,
     diagnostics,
@@ -29,8 +30,8 @@ from bft_ref.recsys.train import (
     trainer,
     training_batches,
 )
-from bft_ref.recsys.train.batches import pad_windows, windows
-from bft_ref.recsys.train.losses import uniform_negatives
+from bft_ref.recsys.train.batches import count_batches, pad_windows, windows
+from bft_ref.recsys.train.losses import noise_penalty, uniform_negatives
 from tests.unit.recsys.configs import make_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -369,6 +370,15 @@ def test_no_items_are_gathered_from_the_next_user(users, end, error, said):
         windows(two.lengths, -1, True)
 
 
+@pytest.mark.parametrize("size", [1, 7, 150, 1000])
+@pytest.mark.parametrize("every", [False, True])
+def test_batches_are_counted_before_they_are_made(sequences, size, every):
+    found = epoch(sequences, batch_size=size, every_window=every)
+    assert count_batches(sequences, 6, size, every) == len(found)
+    with pytest.raises(ValueError, match="^batch_size: expected at least 1"):
+        count_batches(sequences, 6, 0)
+
+
 def test_causal_batches_ask_for_each_next_item_once(sequences):
     rows = {}
     for batch in epoch(sequences):
@@ -555,7 +565,7 @@ def test_the_trainer_asks_for_the_loss_of_its_configuration(sequences, given):
     torch.manual_seed(0)
     net = build(make_config(n_items=40, **TINY)).eval()
     batch, negatives = epoch(sequences)[0], torch.arange(1, 8)
-    found = trainer._Loss(net)(batch, negatives, TrainConfig(**given))
+    found, _ = trainer._Loss(net)(batch, negatives, TrainConfig(**given))
     asked = batch.target > 0
     options = {k: v for k, v in given.items() if k != "loss"}
     expected = next_item_loss(
@@ -638,6 +648,98 @@ def test_clip_bounds_the_gradient_of_a_step(sequences, adam):
     assert clipped == pytest.approx([0.01] * len(free), rel=1e-3)
 
 
+def test_the_prior_on_noise_is_a_loop_over_its_definition():
+    net = build(make_config(n_items=40, bft=BFTConfig(), **TINY))
+    expected = 0.0
+    for layer in net.encoder.layers:
+        torch.nn.init.normal_(layer.log_process_noise)
+        for log_q in layer.log_process_noise.double().tolist():
+            density = -((log_q - math.log(0.3)) ** 2) / (2 * 0.7**2)
+            expected -= density
+    assert noise_penalty(net, 0.3, 0.7).item() == pytest.approx(expected)
+    plain = build(make_config(n_items=40, **TINY))
+    for given in [(plain, 0.3, 0.7), (net, 0.0, 0.7), (net, 0.3, -1.0)]:
+        with pytest.raises(ValueError, match="^(model|start|sd): expected"):
+            noise_penalty(*given)
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+@pytest.mark.parametrize("every_window", [False, True])
+def test_the_prior_counts_once_beside_the_losses_of_an_epoch(
+    sequences, model, every_window, monkeypatch
+):
+    """Of a prior with slope 1 each step has 1/B, as the mean of n has 1/n."""
+    asked, slopes = [], []
+
+    def nothing(query, target, *_, **__):
+        asked.append(len(target))
+        return 0.0 * query.sum()
+
+    class Spy(torch.optim.Adam):
+        def step(self):
+            slopes.append(float(self.param_groups[1]["params"][0].grad.sum()))
+
+    def slope_one(net, start, sd):
+        assert (start, sd) == (0.4, 0.5)
+        return net.get_parameter("log_process_noise").mean()
+
+    monkeypatch.setattr(trainer, "next_item_loss", nothing)
+    monkeypatch.setattr(trainer, "noise_penalty", slope_one)
+    monkeypatch.setattr(torch.optim, "Adam", Spy)
+    monkeypatch.setattr(
+        trainer.Recommender,
+        "parameter_groups",
+        lambda net, lr, precision_lr: [
+            {"params": [net.items.weight]},
+            {"params": [net.log_process_noise]},
+        ],
+    )
+    built = trainer.build
+
+    def with_one(*given):
+        net = built(*given)
+        net.log_process_noise = torch.nn.Parameter(torch.zeros(3))
+        return net
+
+    monkeypatch.setattr(trainer, "build", with_one)
+    filters = {"hstu": HSTUFilter(process_noise=0.4)}
+    bft = filters.get(model, BFTConfig(process_noise=0.4))
+    run(
+        sequences,
+        model={"model": model, "bft": bft},
+        epochs=1,
+        batch_size=37,
+        every_window=every_window,
+        noise_prior_sd=0.5,
+    )
+    assert len(asked) == len(slopes) > 2
+    shares = [n * slope for n, slope in zip(asked, slopes, strict=True)]
+    assert shares == pytest.approx([1 / len(asked)] * len(asked))
+
+
+def test_a_narrow_prior_holds_the_noise_where_it_was(sequences):
+    bft = BFTConfig(process_noise=0.4)
+    found = {}
+    for sd in (0.0, 1e6, 1e-3):
+        fitted = run(
+            sequences,
+            model={"bft": bft},
+            epochs=3,
+            batch_size=8,
+            noise_prior_sd=sd,
+        )
+        log_q = fitted.model.encoder.layers[0].log_process_noise
+        found[sd] = (log_q - math.log(0.4)).abs().max().item()
+        history = clockless(fitted.result["history"])
+        found[sd, "loss"] = [record["loss"] for record in history]
+    assert found[1e-3] < 0.02 < found[0.0]
+    assert found[1e6] == pytest.approx(found[0.0], rel=0.01)
+    # what is reported is the loss of the questions alone
+    assert found[1e-3, "loss"] == pytest.approx(found[0.0, "loss"], rel=0.05)
+    with pytest.raises(RunError, match="^noise_prior_sd: expected 0 for a pl"):
+        run(sequences, noise_prior_sd=0.5)
+
+
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
 def test_a_filter_trains_and_shows_its_diagnostics(sequences, model):
     bft = BFTConfig(project_variance=False)
@@ -705,7 +807,7 @@ def test_a_process_without_a_question_takes_part(sequences, model):
         )
     ).share(1, 2)
     assert len(batch.items) == 0
-    loss = trainer._Loss(net)(batch, None, TrainConfig())
+    loss, _ = trainer._Loss(net)(batch, None, TrainConfig())
     loss.backward()
     assert loss == 0
     for p in net.parameters():
@@ -917,6 +1019,8 @@ def test_the_checksum_of_the_source_is_that_of_its_contents(
         {"gbce_t": -0.1},
         {"gbce_t": 1.1},
         {"gbce_t": math.nan},
+        {"noise_prior_sd": -1.0},
+        {"noise_prior_sd": math.nan},
         {"clip": -1.0},
         {"clip": math.nan},
         {"clip": math.inf},
