@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
+import experiments.decisive
 import experiments.fresh_sets
 import experiments.grid
 import experiments.runs
@@ -42,6 +43,12 @@ def fresh():
     return found
 
 
+@pytest.fixture(scope="module")
+def decisive():
+    """The runs of the blocks by name."""
+    return experiments.decisive.runs()
+
+
 def configured(run, n_items=100):
     """What a run would train, as results have it."""
     data = SimpleNamespace(n_items=n_items)
@@ -53,8 +60,8 @@ def trained(runs):
     return {name: run for name, run in runs.items() if isinstance(run, Train)}
 
 
-def test_every_run_of_the_grid_can_be_trained(grid, fresh):
-    runs = trained(grid) | fresh
+def test_every_run_of_the_grid_can_be_trained(grid, fresh, decisive):
+    runs = trained(grid) | fresh | decisive
     models = {
         json.dumps([run.data, configured(run)], sort_keys=True)
         for run in runs.values()
@@ -67,9 +74,9 @@ def test_every_run_of_the_grid_can_be_trained(grid, fresh):
         assert name == f"{run.data}-{run.name}" and run.evaluate_test
 
 
-def test_the_line_of_a_run_is_the_command_that_makes_it(grid, fresh):
+def test_the_line_of_a_run_is_the_command_that_makes_it(grid, fresh, decisive):
     start = "python -m bft_ref.recsys.train "
-    for run in (grid | fresh).values():
+    for run in (grid | fresh | decisive).values():
         line = experiments.runs.line(run)
         assert line.startswith(start)
         assert parse(line.removeprefix(start).split()) == run
@@ -84,14 +91,20 @@ def same(path, run):
     return found
 
 
-def test_stored_runs_are_those_of_the_grid(grid, fresh):
+def test_stored_runs_are_those_of_the_grid(grid, fresh, decisive):
     """A file's name says what was trained, and only final runs tested."""
+    planned = decisive | grid
     stored = set(results.names()) - set(fresh)
     assert stored
-    assert stored <= set(grid)
+    assert stored <= set(planned)
     for name in stored:
-        run = same(results.folder() / f"{name}.json", grid[name])
-        assert grid[name].evaluate_test or "test" not in run, name
+        run = same(results.folder() / f"{name}.json", planned[name])
+        assert planned[name].evaluate_test or "test" not in run, name
+
+
+def test_a_run_in_two_plans_is_one_run(grid, decisive):
+    for name in set(grid) & set(decisive):
+        assert configured(grid[name]) == configured(decisive[name])
 
 
 def test_stored_runs_of_the_confirmation_are_those_registered(fresh):
