@@ -198,12 +198,11 @@ def estimate(
     of at each one's best. The label is the set's name unless one is given.
     Raises: ValueError if there is no common seed.
     """
-    sides = [runs(data, name, model, split) for name in (rival, arm)]
+    a, b = (runs(data, name, model, split) for name in (rival, arm))
     if epoch is not None:
-        sides = [at(side, epoch) for side in sides]
-    common = {run["seed"] for run in sides[0]}
-    common &= {run["seed"] for run in sides[1]}
-    found = difference(*sides, split, metric, stratum)
+        a, b = at(a, epoch), at(b, epoch)
+    common = {run["seed"] for run in a} & {run["seed"] for run in b}
+    found = difference(a, b, split, metric, stratum)
     return Estimate(label or data, found, len(common), kind, group)
 
 
