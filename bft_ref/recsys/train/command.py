@@ -39,7 +39,7 @@ from bft_ref.recsys.models import (
     RecommenderConfig,
     SASRecConfig,
 )
-from bft_ref.recsys.storage import as_fields
+from bft_ref.recsys.storage import as_fields, replacing
 from bft_ref.recsys.train.provenance import code_version, device_name
 from bft_ref.recsys.train.trainer import (
     RunError,
@@ -386,7 +386,5 @@ def _write(
     if output is None:
         sys.stdout.write(text + "\n")
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(output.name + ".part")
-    unfinished.write_text(text + "\n")
-    os.replace(unfinished, output)
+    with replacing(output) as unfinished:
+        unfinished.write_text(text + "\n")
