@@ -33,10 +33,10 @@ from bft_ref.support import checks
 class BFTTransformerLayers(TransformerLayersBase):
     """Pre-LN layers that are Bayesian filters, and a norm behind them.
 
-    ``config``: options of a BFTConfig by name, as JSON has them, since RecTools
-    writes them to its files; ``tau_start``: every τ before training. τ is one
-    number for all items, learned, unless :class:`BFTBackbone` makes it one an
-    item.
+    ``config``: options of a BFTConfig by name, as JSON has them, since
+    RecTools writes them to its files; ``tau_start``: every τ before training.
+    τ is one number for all items, learned, unless :class:`BFTBackbone` makes
+    it one an item.
 
     Shapes: ``seqs`` (B, T, d), ``timeline_mask`` (B, T, 1), True at an item,
     masks as ``nn.MultiheadAttention`` takes them → (B, T, d).
