@@ -344,7 +344,8 @@ def as_columns(answers: Iterable[Answer]) -> dict[str, list]:
     """Columns of a frame with a row an item, for pandas' or polars' DataFrame.
 
     ``asked``: the place of the user or history that was asked for; ``user``,
-    ``rank`` from 1, ``item``, ``score`` and ``source``.
+    ``rank`` from 1, ``item``, ``score`` and ``source``. Beside a history's
+    None, pandas makes floats of users that are whole numbers.
     """
     rows = [
         (at, one.user, rank, item, score, one.source)
