@@ -2,12 +2,17 @@
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from bft_ref.recsys.fields import VERSION, of_storage, readable
 from bft_ref.recsys.models import MODELS, Recommender, build
@@ -84,10 +89,17 @@ def _revived(kind: type, given: Any) -> Any:
     return found
 
 
-def save(model: Recommender, path: str | Path) -> None:
-    """Write a recommender, its configuration and weights, to one file.
+def save(
+    model: Recommender,
+    path: str | Path,
+    *,
+    beside: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a recommender to one file of safetensors.
 
-    What was there stays until all is written. Raises: TypeError for another
+    Its configuration is JSON in the file's metadata; ``beside`` are further
+    tensors, such as those of :func:`packed`, for :func:`load_beside`. What
+    was there stays until all is written. Raises: TypeError for another
     module, such as a model wrapped for training.
     """
     if not isinstance(model, Recommender):
@@ -96,13 +108,21 @@ def save(model: Recommender, path: str | Path) -> None:
             "the model inside it (.module of DDP, ._orig_mod of a compiled "
             "one)"
         )
-    content = {
-        "kind": KIND,
-        "version": VERSION,
-        "config": to_json(model.config),
-        "weights": model.state_dict(),
+    tensors = {
+        f"{part}.{name}": x.contiguous()
+        for part, found in [
+            ("model", model.state_dict()),
+            ("beside", beside or {}),
+        ]
+        for name, x in found.items()
     }
-    write(content, Path(path))
+    metadata = {
+        "kind": KIND,
+        "version": str(VERSION),
+        "config": to_json(model.config),
+    }
+    with replacing(Path(path)) as unfinished:
+        save_file(tensors, unfinished, metadata)
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> Recommender:
@@ -113,42 +133,69 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Recommender:
     Raises: FileNotFoundError; ValueError for another file, a newer version,
     or weights that do not fit the configuration.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"path: no file {path}")
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # each kind of broken file has its own
-        raise ValueError(
-            f"path: expected a file of bft_ref.recsys.storage.save, got "
-            f"{path}, which cannot be read"
-        ) from error
-    if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise ValueError(
-            f"path: expected a file of bft_ref.recsys.storage.save, got "
-            f"{path}, which holds something else"
-        )
-    readable(content.get("version"))
-    config = _from_json(tuple(MODELS), content["config"])
-    weights = content["weights"]
+    metadata, weights = _read(Path(path), "model.")
+    config = _from_json(tuple(MODELS), metadata["config"])
     with torch.random.fork_rng(devices=[]):
         # the weights hold what was made of the frequencies
         model = build(config, np.zeros(config.n_items + 1))
     try:
-        model = model.to(device, weights["items.weight"].dtype)
+        model = model.to(dtype=weights["items.weight"].dtype)
         model.load_state_dict(weights, assign=True)
     except (KeyError, RuntimeError) as error:
         raise ValueError(
             f"path: the weights in {path} do not fit its configuration"
         ) from error
-    return model.eval()
+    return model.to(device).eval()
 
 
-def write(content: dict, path: Path) -> None:
-    """Write with ``torch.save``, so that a failure leaves what was there."""
+def load_beside(path: str | Path) -> dict[str, Tensor]:
+    """What was written beside the model. Raises: as :func:`load`."""
+    return _read(Path(path), "beside.")[1]
+
+
+def packed(content: Any) -> Tensor:
+    """Anything that JSON holds as a tensor of bytes, (n,)."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    return torch.frombuffer(bytearray(text, "utf8"), dtype=torch.uint8)
+
+
+def unpacked(content: Tensor) -> Any:
+    """What :func:`packed` packed."""
+    return json.loads(content.numpy().tobytes())
+
+
+def _read(path: Path, part: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata, and the tensors of one part of the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"path: no file {path}")
+    expected = f"path: expected a file of {__name__}.save, got {path}, which"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                raise ValueError(f"{expected} holds something else")
+            readable(json.loads(metadata["version"]))
+            names = file.keys()
+            # copied: the file may be replaced while its model is in use
+            return metadata, {
+                name.removeprefix(part): file.get_tensor(name).clone()
+                for name in names
+                if name.startswith(part)
+            }
+    except SafetensorError as error:
+        raise ValueError(f"{expected} cannot be read") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of ``path`` in the end.
+
+    A failure leaves what was there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     try:
-        torch.save(content, unfinished)
+        yield unfinished
         # Renaming is atomic: a kill leaves the old file or the new one.
         os.replace(unfinished, path)
     finally:

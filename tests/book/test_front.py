@@ -43,8 +43,8 @@ def test_the_example_of_the_readme_runs(root: Path, tmp_path: Path):
 def test_the_quick_starts_run(root: Path, tmp_path: Path):
     page = root / "book" / "pages" / "how-to.md"
     blocks = examples(page)
-    assert len(blocks) == 3
-    assert all(len(b.replace("\n\n", "\n").splitlines()) <= 11 for b in blocks)
+    lengths = [len(b.replace("\n\n", "\n").splitlines()) for b in blocks]
+    assert len(lengths) == 4 and max(lengths[:3]) <= 11 and lengths[3] <= 20
     done = subprocess.run(
         [sys.executable, "-W", "error", root / "tests" / "example.py", page],
         cwd=tmp_path,
@@ -53,10 +53,19 @@ def test_the_quick_starts_run(root: Path, tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    layer, encoder, drop_in = done.stdout.splitlines()
+    layer, encoder, drop_in, *shop = done.stdout.splitlines()
     assert "[2, 4, 10]" in layer and "[2, 10, 1]" in layer
     assert float(encoder.split()[-1]) < 1e-5
     assert 0 < float(drop_in.split()[-1]) < 0.1
+    # customer 7 had sku 9 to 17; a stranger gets what most have
+    _, *rows, left_out = [re.split(r"\s{2,}", line) for line in shop]
+    known, stranger, history = rows[::3]
+    assert known[1:5] == ["0", "customer 7", "1", "18"]
+    assert stranger[2] == "a stranger" and stranger[-1] == "popularity"
+    assert history[1] == "2" and history[3:5] == ["1", "5"]
+    assert known[-1] == history[-1] == "model" and left_out == [
+        "left out: 4711"
+    ]
 
 
 def test_one_layer_on_one_page_is_the_layer(root: Path):

@@ -13,6 +13,7 @@ from bft_ref.recsys.data.errors import (
     ItemRangeError,
     MalformedLineError,
 )
+from bft_ref.recsys.data.frames import Catalogue, from_frame
 from bft_ref.recsys.data.generator import Simulation, simulate
 from bft_ref.recsys.data.readers import (
     READERS,
@@ -28,6 +29,7 @@ from bft_ref.recsys.data.sequences import Sequences, Split
 __all__ = [
     "DATASETS",
     "READERS",
+    "Catalogue",
     "DataError",
     "DataUnavailableError",
     "Dataset",
@@ -39,6 +41,7 @@ __all__ = [
     "Simulation",
     "Split",
     "fetch",
+    "from_frame",
     "k_core",
     "load",
     "read_amazon",

@@ -456,18 +456,11 @@ def interactions(
                 raise MalformedLineError(
                     path, None, f"expected one name, got {bare} and {name}"
                 )
-    if time[0] is None:
-        order = np.argsort(user, kind="stable")
-        times = None
-    else:
-        order = np.lexsort((np.asarray(time), np.asarray(user)))
-        times = np.asarray(time, dtype=np.float64)[order]
-    counts = np.bincount(user, minlength=len(users))
-    found = Sequences(
-        np.asarray(item, dtype=np.int64)[order],
-        np.concatenate([[0], np.cumsum(counts)]),
+    found = Sequences.grouped(
+        user,
+        item,
+        None if time[0] is None else np.asarray(time, dtype=np.float64),
         n_items=len(labels),
-        times=times,
         users=list(users),
         labels=["", *labels],
         name=path.stem,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bft_ref.support.checks import choice, count, whole
 
@@ -151,6 +151,30 @@ class Sequences:
         items = np.concatenate([np.empty(0, np.int64), *rows])
         given.setdefault("n_items", int(items.max(initial=0)))
         return cls(items, np.cumsum([0, *lengths], dtype=np.int64), **given)
+
+    @classmethod
+    def grouped(
+        cls,
+        user: ArrayLike,
+        item: ArrayLike,
+        time: ArrayLike | None = None,
+        **given,
+    ) -> "Sequences":
+        """Sequences of (user, item, time) rows in any order.
+
+        Users are 0, 1, …; a user's items are put in the
+        order of time; equal times keep the order of the rows, as all rows do
+        without times. Raises: as the constructor.
+
+        >>> Sequences.grouped([1, 0, 1], [4, 5, 6], [9, 9, 8], n_items=6)[1]
+        array([6, 4])
+        """
+        user, item = whole("user", user), whole("item", item)
+        keys = (user,) if time is None else (np.asarray(time), user)
+        order = np.lexsort(keys)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(user))])
+        times = None if time is None else np.asarray(time)[order]
+        return cls(item[order], offsets, times=times, **given)
 
     def __len__(self) -> int:
         """The number of users."""

@@ -10,6 +10,7 @@ from bft_ref.recsys.models.bert4rec import BERT4Rec, BERT4RecConfig
 from bft_ref.recsys.models.gates import GATES, Gate
 from bft_ref.recsys.models.hstu import HSTU, HSTUConfig, HSTUFilter
 from bft_ref.recsys.models.sasrec import SASRec, SASRecConfig
+from bft_ref.recsys.models.top import Top, top_items
 
 MODELS: dict[type[RecommenderConfig], type[Recommender]] = {
     SASRecConfig: SASRec,
@@ -51,6 +52,8 @@ __all__ = [
     "RecommenderConfig",
     "SASRec",
     "SASRecConfig",
+    "Top",
     "as_batch",
     "build",
+    "top_items",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bft_ref.initial_precision import InitialPrecision, Source, counts
 from bft_ref.layer import LayerTrace
 from bft_ref.recsys.models.padding import Rows, on_the_right
+from bft_ref.recsys.models.top import Top, top_items
 from bft_ref.support import checks
 
 
@@ -112,6 +113,8 @@ class Recommender(nn.Module):
 
     #: rows of the embedding table beyond padding and the items
     special = 0
+    #: whether times, where they are given, change the scores
+    reads_times = False
 
     def __init__(self, config: RecommenderConfig, frequency=None):
         super().__init__()
@@ -259,6 +262,29 @@ class Recommender(nn.Module):
         scores = F.linear(query, weight[:n], bias)
         scores[:, 0] = -torch.inf
         return scores
+
+    def recommend(
+        self,
+        items: Tensor,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        times: Tensor | None = None,
+    ) -> Top:
+        """The k best items for the place after each sequence, best first.
+
+        Those of the sequence itself are left out, unless ``exclude_seen`` is
+        False; of two equal scores the lower id comes first. Where fewer than
+        k are left, the rest is id 0 with −inf. A history that was cut to
+        ``max_length`` is seen from there on only: give the whole of it to
+        :func:`~bft_ref.recsys.models.top.top_items` with :meth:`scores`.
+
+        Shapes: ``items``, ``times`` (B, T) → ids and scores, each (B, k).
+        Raises: as :meth:`scores`; TypeError or ValueError for another k.
+        """
+        k = checks.count("k", k, 1)
+        scores = self.scores(items, times)
+        return top_items(scores, k, items if exclude_seen else None)
 
     def parameter_groups(self, lr: float, precision_lr: float) -> list[dict]:
         """Adam's groups: the weights, and what log λ is made of."""

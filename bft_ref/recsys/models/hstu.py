@@ -210,6 +210,7 @@ class HSTU(Recommender):
     """
 
     config: HSTUConfig
+    reads_times = True
 
     def __init__(self, config: HSTUConfig, frequency=None):
         super().__init__(config, frequency)

@@ -39,7 +39,7 @@ from bft_ref.recsys.models import (
     RecommenderConfig,
     SASRecConfig,
 )
-from bft_ref.recsys.storage import as_fields
+from bft_ref.recsys.storage import as_fields, replacing, save
 from bft_ref.recsys.train.provenance import code_version, device_name
 from bft_ref.recsys.train.trainer import (
     RunError,
@@ -186,6 +186,9 @@ class Train(_Common, Generic[Model]):
     # Written after every epoch; an interrupted run goes on from it, to the
     # same result.
     checkpoint: Path | None = None
+    # Write the model, with the weights of its best epoch, for
+    # bft_ref.recsys.storage.load.
+    weights: Path | None = None
     # cpu, cuda, cuda:1, ...; by default cuda if there is one.
     device: str | None = None
 
@@ -238,7 +241,7 @@ def execute(command: Run) -> None:
         raise UsageError(f"--threads: expected >= 0, got {command.threads}")
     if command.threads:
         torch.set_num_threads(command.threads)
-    for name in ("output", "ranks", "checkpoint"):
+    for name in ("output", "ranks", "checkpoint", "weights"):
         _refuse_no_file(name, getattr(command, name, None))
     try:
         sequences = load(
@@ -281,6 +284,8 @@ def execute(command: Run) -> None:
     except RunError as error:
         raise UsageError(str(error)) from None
     if not dist.is_initialized() or dist.get_rank() == 0:
+        if isinstance(command, Train) and command.weights is not None:
+            save(fitted.model, command.weights)
         _write(result, rankings, command)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -386,7 +391,5 @@ def _write(
     if output is None:
         sys.stdout.write(text + "\n")
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(output.name + ".part")
-    unfinished.write_text(text + "\n")
-    os.replace(unfinished, output)
+    with replacing(output) as unfinished:
+        unfinished.write_text(text + "\n")

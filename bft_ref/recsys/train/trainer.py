@@ -18,7 +18,7 @@ from bft_ref.recsys import metrics
 from bft_ref.recsys.data.errors import DataError
 from bft_ref.recsys.data.sequences import Sequences, Split, SplitName
 from bft_ref.recsys.models import Recommender, RecommenderConfig, build
-from bft_ref.recsys.storage import VERSION, as_fields, write
+from bft_ref.recsys.storage import VERSION, as_fields, replacing
 from bft_ref.recsys.train.batches import count_batches, training_batches
 from bft_ref.recsys.train.diagnostics import (
     diagnose,
@@ -374,16 +374,15 @@ class _State:
             "kept",
             "code",
         )
-        write(
-            {
-                "identity": json.dumps(self.identity, sort_keys=True),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "best": self.best,
-                **{name: getattr(self, name) for name in kept},
-            },
-            path,
-        )
+        content = {
+            "identity": json.dumps(self.identity, sort_keys=True),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": self.best,
+            **{name: getattr(self, name) for name in kept},
+        }
+        with replacing(path) as unfinished:
+            torch.save(content, unfinished)
 
     def load(self, path: Path, device):
         found = torch.load(path, map_location=device, weights_only=True)

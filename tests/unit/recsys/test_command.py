@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from bft_ref.config import BFTConfig
-from bft_ref.recsys.data import DATASETS, READERS, Sequences, simulate
+from bft_ref.recsys import storage
+from bft_ref.recsys.data import DATASETS, READERS, Sequences, load, simulate
 from bft_ref.recsys.data.readers import Format
 from bft_ref.recsys.models import (
     CONFIGS,
@@ -24,7 +25,7 @@ from bft_ref.recsys.models import (
     HSTUFilter,
     SASRecConfig,
 )
-from bft_ref.recsys.train import TrainConfig
+from bft_ref.recsys.train import TrainConfig, evaluate
 from bft_ref.recsys.train import command as command_line
 from bft_ref.recsys.train.__main__ import main
 from bft_ref.recsys.train.command import ItemKNN, Popularity, Train, parse
@@ -223,7 +224,7 @@ def test_what_a_run_finds_out_later_is_a_line_too(invoke, data, tmp_path):
     assert "Traceback" not in found.err
 
 
-FILES = ("output", "ranks", "checkpoint")
+FILES = ("output", "ranks", "checkpoint", "weights")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +283,17 @@ def test_the_command_line_names_the_bad_option(
 
 
 @pytest.mark.parametrize("model", ["sasrec", "popularity"])
+def test_the_command_line_keeps_the_model_it_reports(invoke, data, tmp_path):
+    output, weights = tmp_path / "run.json", tmp_path / "m.safetensors"
+    line = ["sasrec", "--data", data, "--output", output, *OPTIONS]
+    assert invoke(*line, "--weights", weights, *FILTER).status == 0
+    model = storage.load(weights)
+    split = load(data).split("validation")
+    ranking = evaluate(model, split, torch.device("cpu"))
+    told = json.loads(output.read_text())["validation"]
+    assert ranking.summary()["NDCG@10"] == pytest.approx(told["NDCG@10"])
+
+
 def test_the_command_line_refuses_data_that_ask_nobody(
     invoke, tmp_path, model
 ):

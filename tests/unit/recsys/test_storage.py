@@ -10,13 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from bft_ref.config import BFTConfig
 from bft_ref.recsys import fields as stored_fields
 from bft_ref.recsys import storage
-from bft_ref.recsys.models import SASRecConfig, build
-from bft_ref.recsys.storage import from_json, load, save, to_json
+from bft_ref.recsys.models import HSTUConfig, SASRecConfig, build
+from bft_ref.recsys.storage import (
+    from_json,
+    load,
+    load_beside,
+    packed,
+    save,
+    to_json,
+    unpacked,
+)
 from bft_ref.recsys.train import TrainConfig
 from tests.factories import label, randomise
 from tests.unit.recsys.configs import make_config
@@ -181,7 +191,7 @@ def test_a_model_scores_the_same_in_another_process(tmp_path):
     """To the last bit, in the dtype that it had, with no word but a path."""
     models = [make(variant) for variant in MODELS]
     models.append(make(MODELS[3]).double())
-    paths = [tmp_path / f"{i}.pt" for i in range(len(models))]
+    paths = [tmp_path / f"{i}.safetensors" for i in range(len(models))]
     for model, path in zip(models, paths, strict=True):
         save(model, path)
     both = tmp_path / "both.pt"
@@ -202,7 +212,7 @@ def test_a_model_scores_the_same_in_another_process(tmp_path):
 
 @pytest.mark.parametrize("variant", MODELS, ids=label)
 def test_what_is_loaded_is_the_model_and_can_be_trained(variant, tmp_path):
-    model, path = make(variant).train(), tmp_path / "new" / "model.pt"
+    model, path = make(variant).train(), tmp_path / "new" / "model.safetensors"
     save(model, path)
     state = torch.get_rng_state()
     found = load(path)
@@ -221,15 +231,15 @@ def test_what_is_loaded_is_the_model_and_can_be_trained(variant, tmp_path):
 
 
 def test_a_save_that_fails_loses_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "model.pt"
+    path = tmp_path / "model.safetensors"
     save(make({}), path)
     before = path.read_bytes()
 
-    def full(content, unfinished):
+    def full(tensors, unfinished, metadata):
         Path(unfinished).write_bytes(b"half of it")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(storage, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         save(make({}, seed=1), path)
     assert path.read_bytes() == before
@@ -237,27 +247,32 @@ def test_a_save_that_fails_loses_nothing(tmp_path, monkeypatch):
 
 
 def test_what_is_no_recommender_is_not_saved(tmp_path):
-    path = tmp_path / "model.pt"
+    path = tmp_path / "model.safetensors"
     for other in (nn.Linear(2, 2), nn.DataParallel(make({})), {}):
         with pytest.raises(TypeError, match="model: expected a Recommender"):
             save(other, path)
     assert not path.exists()
 
 
-def written(path, **other):
+def written(path, weights=None, **other):
+    """A file of ``save`` with other metadata, or other tensors."""
     save(make({}), path)
-    torch.save(torch.load(path) | other, path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() | other
+        names = file.keys()
+        found = {name: file.get_tensor(name) for name in names}
+    save_file(found if weights is None else weights, path, metadata)
 
 
 def test_what_is_no_model_is_not_loaded(tmp_path):
-    path = tmp_path / "model.pt"
-    with pytest.raises(FileNotFoundError, match=r"no file .*model\.pt"):
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"no file .*model\.safe"):
         load(path)
     path.write_text("n_items: 3")
     with pytest.raises(ValueError, match="which cannot be read"):
         load(path)
-    for content in ([1], make({}).state_dict()):
-        torch.save(content, path)
+    for metadata in (None, {"format": "pt"}):
+        save_file(make({}).state_dict(), path, metadata)
         with pytest.raises(ValueError, match="holds something else"):
             load(path)
     torch.save(make({}), path)  # a pickle, which could run any code
@@ -267,7 +282,7 @@ def test_what_is_no_model_is_not_loaded(tmp_path):
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(ValueError, match="which cannot be read"):
         load(path)
-    written(path, version=3)
+    written(path, version="3")
     with pytest.raises(ValueError, match="version: expected at most 2, got 3"):
         load(path)
     written(path, config=changed(make({}).config, colour="red"))
@@ -286,9 +301,44 @@ def test_what_is_no_model_is_not_loaded(tmp_path):
         load(path)
 
 
+def test_other_programs_read_the_file(tmp_path):
+    """Weights under their names, the configuration as JSON."""
+    model, path = make(MODELS[-1]), tmp_path / "model.safetensors"
+    save(model, path)
+    with safe_open(path, framework="np") as file:
+        assert from_json(HSTUConfig, file.metadata()["config"]) == model.config
+        for name, value in model.state_dict().items():
+            found = file.get_tensor(f"model.{name}")
+            assert (found == value.numpy()).all()
+
+
+def test_what_is_beside_a_model_comes_back(tmp_path):
+    path = tmp_path / "model.safetensors"
+    names = ["é", 2**70, -1, "7", None, {"a": [0.1]}]
+    beside = {"names": packed(names), "x": torch.arange(6).view(2, 3).mT}
+    model = make({})
+    save(model, path, beside=beside)
+    found = load_beside(path)
+    assert unpacked(found["names"]) == names
+    assert torch.equal(found.pop("x"), beside["x"])
+    assert found.keys() == {"names"}
+    assert torch.equal(load(path).scores(ITEMS), model.scores(ITEMS))
+    save(model, path)
+    assert load_beside(path) == {}
+
+
+def test_a_file_may_be_replaced_while_its_model_is_used(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save(make({}), path)
+    model = load(path)
+    before = model.scores(ITEMS)
+    path.write_bytes(b"")
+    assert torch.equal(model.scores(ITEMS), before)
+
+
 def test_a_newer_version_says_so(tmp_path, monkeypatch):
     """Written by a bft_ref of which this one is an older release."""
-    path = tmp_path / "model.pt"
+    path = tmp_path / "model.safetensors"
     with monkeypatch.context() as later:
         later.setattr(storage, "VERSION", 3)
         later.setattr(stored_fields, "VERSION", 3)
