@@ -282,7 +282,6 @@ def test_the_command_line_names_the_bad_option(
     assert "Traceback" not in found.err and found.out == ""
 
 
-@pytest.mark.parametrize("model", ["sasrec", "popularity"])
 def test_the_command_line_keeps_the_model_it_reports(invoke, data, tmp_path):
     output, weights = tmp_path / "run.json", tmp_path / "m.safetensors"
     line = ["sasrec", "--data", data, "--output", output, *OPTIONS]
@@ -294,6 +293,7 @@ def test_the_command_line_keeps_the_model_it_reports(invoke, data, tmp_path):
     assert ranking.summary()["NDCG@10"] == pytest.approx(told["NDCG@10"])
 
 
+@pytest.mark.parametrize("model", ["sasrec", "popularity"])
 def test_the_command_line_refuses_data_that_ask_nobody(
     invoke, tmp_path, model
 ):
