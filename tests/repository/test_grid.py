@@ -1,12 +1,9 @@
 """The grid of real runs: its recipes, and the stored runs made by them."""
 
-import ast
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 
 import experiments.fresh_sets
@@ -23,8 +20,6 @@ from bft_ref.recsys.train.command import (
     Train,
     parse,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -155,32 +150,3 @@ def test_a_run_that_fails_leaves_its_log_and_no_result(tiny, capfd):
     assert not result.exists()
     assert "nothing.txt" in (work / "tiny-s0.log").read_text()
     assert capfd.readouterr().out == "tiny-s0: exit 1\n"
-
-
-def commands(path):
-    """The values that a notebook gives to ``command``."""
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code" and "command = (" in cell.source:
-            for node in ast.parse(cell.source).body:
-                target = getattr(node, "targets", [None])[0]
-                if getattr(target, "id", None) == "command":
-                    yield ast.literal_eval(node.value)
-
-
-@pytest.mark.parametrize(
-    ("chapter", "name"),
-    [
-        ("13-sequential-recommendation", "lastfm-sasrec-bft-s1"),
-        ("14-two-other-backbones", "lastfm-hstu-bft-s1"),
-        ("15-anatomy-of-a-cold-start", "lastfm-sasrec-bft-s1"),
-    ],
-)
-def test_a_notebook_repeats_a_stored_run(grid, chapter, name):
-    """On a GPU, the same run, but for the test items."""
-    (command,) = commands(ROOT / "notebooks" / f"{chapter}.ipynb")
-    start = "python -m bft_ref.recsys.train "
-    assert command.startswith(start)
-    again = parse(command.removeprefix(start).split())
-    assert again.output == Path("again.json")
-    aside = {"output": None, "evaluate_test": True, "threads": 1}
-    assert replace(again, **aside) == grid[name]
