@@ -41,7 +41,7 @@ RIVALS: dict[Rival, str] = {
 }
 #: size -> steps of each run: on simulated data, on real ones
 STEPS: dict[Size, tuple[int, int]] = {
-    "short": (200, 200),
+    "short": (150, 150),
     "full": (1500, 5000),
 }
 WORLDS: dict[Size, dict[str, Any]] = {
