@@ -70,8 +70,8 @@ test: $(VENV)/test.stamp
 notebooks: $(VENV)/test.stamp
 	@$(BIN)/python -m book.tools.repo
 	@BFT_FACTS=record $(BIN)/python -m book.tools.execute \
-	  $(or $(sort $(wildcard notebooks/$(or $(ONLY),[0-9])*.ipynb \
-	  notebooks/template/$(or $(ONLY),[0-9])*.ipynb)), \
+	  $(or $(sort $(wildcard notebooks/$(ONLY)*.ipynb \
+	  notebooks/template/$(ONLY)*.ipynb)), \
 	  $(error ONLY: no notebook begins with '$(ONLY)'))
 
 set-repo: $(VENV)/build.stamp

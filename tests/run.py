@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [
-    *sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
     ROOT / "notebooks" / "template" / "00-template.ipynb",
 ]
 

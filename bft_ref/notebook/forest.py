@@ -28,7 +28,7 @@ MARKS: dict[str, tuple[str, str]] = {
     "confirmatory": (COLOURS[0], "o"),
     "exploratory": (COLOURS[1], "D"),
 }
-WIDTH = 24  # characters of a label before it breaks
+WIDTH = 27  # characters of a label before it breaks
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def forest(
 
     Rows of one ``group``, given one after the other, stand under its name.
     An interval that is much wider than the others is cut, and an arrow says
-    so; the numbers at the right edge are the whole interval's.
+    so; the numbers at the right edge are the whole interval's. An estimate
+    that has no interval is told there alone.
     Without ``ax`` the figure is as high as the rows need: ``.figure`` of what
     is returned. Raises: ValueError for no rows.
     """
@@ -169,18 +170,17 @@ def forest(
 
 
 def window(rows: Sequence[Estimate]) -> tuple[float, float]:
-    """The ends of the axis: every estimate, and zero, with room beside.
+    """The ends of the axis: zero and all with an interval, and room beside.
 
-    An end of an interval lies inside too, unless it is three times as far
+    An end of an interval lies inside too, unless it is four times as far
     from zero as the farthest estimate and as the median interval, or more.
     """
-    middle, low, high = np.array([row.percent for row in rows]).T
-    middle, ends = middle[np.isfinite(middle)], np.stack([low, high], 1)
-    ends = ends[np.isfinite(ends).all(1)]
-    far = np.median(np.abs(ends).max(1)) if len(ends) else 1.0
-    reach = 3 * max(np.abs(middle).max(initial=0.0), far) or 1.0
-    shown = np.concatenate([[0.0], middle, ends.ravel().clip(-reach, reach)])
-    room = 0.06 * (np.ptp(shown) or 2 * reach)
+    percent = np.array([row.percent for row in rows])
+    percent = percent[np.isfinite(percent).all(1)]
+    far = np.median(np.abs(percent).max(1)) if len(percent) else 1.0
+    reach = 4 * max(np.abs(percent[:, 0]).max(initial=0.0), far)
+    shown = np.append(percent.clip(-reach, reach), 0.0)
+    room = 0.06 * np.ptp(shown) or 1.0
     return float(shown.min() - room), float(shown.max() + room)
 
 
@@ -218,19 +218,19 @@ def _draw(
     colour, marker = MARKS[row.kind]
     middle, start, end = row.percent
     line: dict[str, Any] = {"color": colour, "linestyle": "-", "zorder": 2}
-    if math.isfinite(start):
-        ax.plot([max(start, low), min(end, high)], [y, y], **line)
+    numbers = ax.text(1.05, y, str(row), fontsize=10)
+    numbers.set(transform=ax.get_yaxis_transform(), va="center_baseline")
+    if math.isnan(start):
+        return
+    ax.plot([max(start, low), min(end, high)], [y, y], **line)
     for cut, place, arrow in [
         (start < low, low, "<"),
         (end > high, high, ">"),
     ]:
         if cut:
             ax.plot([place], [y], arrow, **line, clip_on=False)
-    if math.isfinite(middle):
-        face = colour if row.seeds > 1 else "white"
-        ax.plot([middle], [y], marker, **line | {"zorder": 3}, mfc=face)
-    numbers = ax.text(1.05, y, str(row), fontsize=10)
-    numbers.set(transform=ax.get_yaxis_transform(), va="center_baseline")
+    face = colour if row.seeds > 1 else "white"
+    ax.plot([middle], [y], marker, **line | {"zorder": 3}, mfc=face)
 
 
 def _legend(ax: "Axes", rows: Sequence[Estimate]) -> None:

@@ -1,6 +1,6 @@
 """Execute notebooks and store them: ``python -m book.tools.execute``.
 
-Without paths, all of ``notebooks/NN-*.ipynb``. Facts are recorded, alt
+Without paths, all of ``notebooks/*.ipynb``. Facts are recorded, alt
 texts are copied to the cell metadata that the book's builder reads, cells
 with a title are folded (:mod:`book.tools.folding`), the numbers in prose are
 written anew from the facts (also in ``book/pages``, which quote a fact as
@@ -108,7 +108,7 @@ def pages(notebooks: list[Path]) -> list[Path]:
 def main(names: list[str]) -> int:
     """Execute the notebooks named; how many failed."""
     paths = [Path(name).resolve() for name in names] or sorted(
-        (ROOT / "notebooks").glob("[0-9]*.ipynb")
+        (ROOT / "notebooks").glob("*.ipynb")
     )
     os.environ["BFT_FACTS"] = "record"
     os.environ["PYTHONHASHSEED"] = "0"

@@ -28,7 +28,7 @@ ANSWER = "# Your answer"
 SHOWN = ("Figure: ", "Slider: ", "Compute: ")
 TITLE = re.compile(r"# @title (\S.*)")
 SOLUTION = re.compile(r"Solution (\d+\.\d+)")
-CAPTION = re.compile(r"\*\*Figure (\d+)\.(\d+)\.\*\* \S.*[.?!]", re.DOTALL)
+CAPTION = re.compile(r"\*\*Figure (\d+|L)\.(\d+)\.\*\* \S.*[.?!]", re.DOTALL)
 BEGINS_CAPTION = re.compile(r"(?m)^\*\*Figure\b")
 BOOKKEEPING = {"fact", "chapter"}
 FOLDED = ("hide-cell", "hide-input")
@@ -149,8 +149,13 @@ def folding_complaints(notebook: NotebookNode) -> list[str]:
     return found
 
 
-def caption_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
-    """Figures and sliders without a caption beneath them, and its number."""
+def caption_complaints(
+    notebook: NotebookNode, chapter: int | str
+) -> list[str]:
+    """Figures and sliders without a caption beneath them, and its number.
+
+    ``chapter`` is "L" for the laboratory.
+    """
     found, due = [], 1
     beneath = set()
     for at, cell in code_cells(notebook):

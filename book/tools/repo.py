@@ -91,10 +91,10 @@ class Address:
 
 
 def notebooks(root: Path) -> list[Path]:
-    """The book's chapters, and the template of one."""
+    """The book's chapters and laboratory, and the template of a chapter."""
     return sorted(
         path
-        for name in ["[0-9]*.ipynb", "template/*.ipynb"]
+        for name in ["*.ipynb", "template/*.ipynb"]
         for path in (root / "notebooks").glob(name)
     )
 

@@ -18,11 +18,25 @@ EXERCISE = re.compile(
 
 def skeleton_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
     """Where a chapter departs from the shape that all share."""
+    found = page_complaints(notebook, f"{chapter} ")
+    code = [source for _, source in sources(notebook, "code")]
+    if not any("slider" in calls(source) for source in code):
+        found.append("no slider")
+    if not any("exercises" in heading for heading in _headings(notebook)):
+        found.append("no heading 'exercises'")
+    return found + exercise_complaints(notebook, chapter)
+
+
+def page_complaints(notebook: NotebookNode, begins: str) -> list[str]:
+    """Where a page departs from what chapters and laboratory share.
+
+    ``begins``: how its title does.
+    """
     found = []
     cells = notebook.cells
     title = cells[0].source.splitlines()[0] if cells[0].source else ""
-    if not title.startswith(f"# {chapter} "):
-        found.append(f"expected a title '# {chapter} …', got {title!r}")
+    if not title.startswith(f"# {begins}"):
+        found.append(f"expected a title '# {begins}…', got {title!r}")
     if "colab.research.google.com" not in cells[0].source:
         found.append("the first cell has no Colab badge")
     if "install" not in cells[1].metadata.get("tags", []):
@@ -31,18 +45,22 @@ def skeleton_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
     named = [source for source in code if "chapter" in calls(source)]
     if len(named) != 1:
         found.append(f"chapter() is called in {len(named)} cells, not in one")
-    text = "\n\n".join(source for _, source in sources(notebook, "markdown"))
-    headings = re.findall(r"(?m)^#+ .*$", re.sub(r"(?s)```.*?```", "", text))
+    headings = _headings(notebook)
     if sum(heading.startswith("# ") for heading in headings) != 1:
         found.append("expected one heading of the first level")
-    for part in ["where this breaks", "exercises", "what to remember"]:
-        if not any(part in heading.lower() for heading in headings):
+    for part in ["where this breaks", "what to remember"]:
+        if not any(part in heading for heading in headings):
             found.append(f"no heading {part!r}")
-    if not any("slider" in calls(source) for source in code):
-        found.append("no slider")
     if not any("figure" in calls(source) for source in code):
         found.append("no figure")
-    return found + exercise_complaints(notebook, chapter)
+    return found
+
+
+def _headings(notebook: NotebookNode) -> list[str]:
+    """The headings of a notebook, in small letters."""
+    text = "\n\n".join(source for _, source in sources(notebook, "markdown"))
+    bare = re.sub(r"(?s)```.*?```", "", text)
+    return [line.lower() for line in re.findall(r"(?m)^#+ .*$", bare)]
 
 
 def exercise_complaints(notebook: NotebookNode, chapter: int) -> list[str]:

@@ -12,10 +12,16 @@ from nbformat.v4 import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+#: Built like a chapter, but a page of its own kind: no exercises, no slider.
+LABORATORY = ROOT / "notebooks" / "laboratory.ipynb"
+NOTEBOOKS = [*CHAPTERS, LABORATORY]
 TEMPLATE = ROOT / "notebooks" / "template" / "00-template.ipynb"
 each_notebook = pytest.mark.parametrize(
     "path", [*NOTEBOOKS, TEMPLATE], ids=lambda path: path.stem
+)
+each_chapter = pytest.mark.parametrize(
+    "path", [*CHAPTERS, TEMPLATE], ids=lambda path: path.stem
 )
 
 

@@ -130,7 +130,10 @@ def test_a_rival_that_never_hits_has_no_interval():
         none, relative=0.5, relative_low=math.nan, relative_high=math.nan
     )
     assert str(Estimate("rare", rare, 1)) == "+50.0 (no interval)"
-    assert all(np.isfinite(window([Estimate("rare", rare, 1)])))
+    assert window([Estimate("rare", rare, 1)]) == (-1, 1)
+    mixed = forest([*ROWS[:2], Estimate("rare", rare, 1)])
+    assert mixed.get_xlim() == forest(ROWS[:2]).get_xlim()
+    assert len(lines(mixed)) == len(lines(forest(ROWS[:2])))
 
 
 def test_zero_has_no_sign():

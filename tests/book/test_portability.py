@@ -7,7 +7,14 @@ import pytest
 
 from book.tools import portability, skeleton
 from book.tools.folding import ANSWER
-from tests.book.small import book, code, each_notebook, md
+from tests.book.small import (
+    LABORATORY,
+    book,
+    code,
+    each_chapter,
+    each_notebook,
+    md,
+)
 
 
 @each_notebook
@@ -17,11 +24,18 @@ def test_portable(path: Path):
     assert portability.size_complaints(path) == []
 
 
-@each_notebook
+@each_chapter
 def test_has_the_shape_of_a_chapter(path: Path):
     notebook = nbformat.read(path, as_version=4)
     number = int(path.stem[:2])
     assert skeleton.skeleton_complaints(notebook, number) == []
+
+
+def test_the_laboratory_has_the_shape_of_a_page():
+    notebook = nbformat.read(LABORATORY, as_version=4)
+    assert skeleton.page_complaints(notebook, "Laboratory") == []
+    (found,) = skeleton.page_complaints(notebook, "16 ")
+    assert "expected a title '# 16 …'" in found
 
 
 FINE = r"""
