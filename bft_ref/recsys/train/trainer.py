@@ -501,6 +501,7 @@ class _Loss(nn.Module):
             kind=config.loss,
             logq_correction=config.logq_correction,
             gbce_t=config.gbce_t,
+            score=model.head.score,
         )
 
 
