@@ -23,6 +23,7 @@ PRECISIONS = (
     "log_precision",
     "log_candidate_precision",
     "log_item_temperature",
+    "gate.scale",
 )
 
 
@@ -278,7 +279,11 @@ class Recommender(nn.Module):
         return scores
 
     def parameter_groups(self, lr: float, precision_lr: float) -> list[dict]:
-        """Adam's groups: the weights, and what log λ is made of."""
+        """Adam's groups: the weights, and what log λ is made of.
+
+        With it the learned scales of ``gate``, rivals of the gain, which must
+        not lose by learning slower.
+        """
         groups: dict[bool, list[Tensor]] = {False: [], True: []}
         for name, parameter in self.named_parameters():
             own = any(each in name for each in PRECISIONS)
