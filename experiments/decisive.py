@@ -21,7 +21,7 @@ from experiments.grid import BUDGET, TRIALS
 from experiments.runs import is_done, line, make
 
 RESULTS = Path(__file__).parents[1] / "results"
-Block = Literal["ligr", "travel", "bound", "simple"]
+Block = Literal["ligr", "travel", "bound", "head", "simple"]
 
 #: what keeps precision from the second layer, taken away
 OPEN = BFTConfig(project_variance=False, process_noise=0.01)
@@ -100,10 +100,23 @@ def bound() -> dict[str, Train]:
     )
 
 
+def head() -> dict[str, Train]:
+    """Scores that use λ, beside two controls."""
+    runs: dict[str, Train] = {}
+    for kind, (side, bft) in product(
+        ("gaussian", "item_bias", "item_temperature"),
+        (("plain", None), ("bft", BFTConfig())),
+    ):
+        name = f"{side}-{kind.replace('_', '-')}"
+        runs |= on_beauty(name, {}, head=kind, bft=bft)
+    return runs
+
+
 BLOCKS: dict[Block, Callable[[], dict[str, Train]]] = {
     "ligr": ligr,
     "travel": travel,
     "bound": bound,
+    "head": head,
     "simple": simple,
 }
 

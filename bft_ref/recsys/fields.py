@@ -91,7 +91,7 @@ UNREAD = {
     "last_rate": 0.1,
 }
 #: came while runs were made, of either version: what those without it did
-LATER = {"embedding_std": None}
+LATER = {"embedding_std": None, "head": "dot"}
 LATER_FILTER = {
     "innovation": "increment",
     "dynamics": "random_walk",

@@ -8,6 +8,7 @@ from bft_ref.recsys.models.base import (
 )
 from bft_ref.recsys.models.bert4rec import BERT4Rec, BERT4RecConfig
 from bft_ref.recsys.models.gates import GATES, Gate
+from bft_ref.recsys.models.heads import Head
 from bft_ref.recsys.models.hstu import HSTU, HSTUConfig, HSTUFilter
 from bft_ref.recsys.models.sasrec import SASRec, SASRecConfig
 from bft_ref.recsys.models.top import Top, top_items
@@ -47,6 +48,7 @@ __all__ = [
     "Gate",
     "HSTUConfig",
     "HSTUFilter",
+    "Head",
     "InitialPrecision",
     "Recommender",
     "RecommenderConfig",

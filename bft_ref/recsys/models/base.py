@@ -12,9 +12,20 @@ from torch import Tensor, nn
 
 from bft_ref.initial_precision import InitialPrecision, Source, counts
 from bft_ref.layer import LayerTrace
+from bft_ref.recsys.models.heads import Head, HeadKind
 from bft_ref.recsys.models.padding import Rows, on_the_right
 from bft_ref.recsys.models.top import Top, top_items
 from bft_ref.support import checks
+
+#: parameters that are logs of precisions, or a rival's in their place
+PRECISIONS = (
+    "tau.",
+    "log_process_noise",
+    "log_precision",
+    "log_candidate_precision",
+    "log_item_temperature",
+    "gate.scale",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class RecommenderConfig:
     # τ ∝ (frequency + 1)^power where it is fixed.
     tau_power: float = -0.125
     tau_start: float = 1.0  # τ before training.
+    # How a state scores the items.
+    head: HeadKind = "dot"
 
     def __post_init__(self):
         checks.typed(self)
@@ -104,7 +117,8 @@ class Recommender(nn.Module):
     the sequence, as with the customary left padding.
 
     Shapes: ``items`` (B, T), at most ``max_length`` ids a row; ``times``
-    (B, T) in seconds, or None → :meth:`forward` (B, T, d). float32 does not
+    (B, T) in seconds, or None → :meth:`forward` (B, T, d), and behind it, with
+    the ``gaussian`` head, the log of the state's variance. float32 does not
     tell the seconds since 1970 apart: give float64, or seconds since each
     first item.
     Raises: TypeError or ValueError for what is no such batch, naming row and
@@ -125,6 +139,7 @@ class Recommender(nn.Module):
         self.items = nn.Embedding(rows, c.d_model, padding_idx=0)
         self.positions = nn.Embedding(c.max_length, c.d_model)
         std = c.embedding_std or c.d_model**-0.5
+        self.head = Head(c.head, rows, c.d_model, std, plain=c.bft is None)
         nn.init.normal_(self.items.weight, std=std)
         nn.init.normal_(self.positions.weight, std=std)
         with torch.no_grad():
@@ -221,11 +236,14 @@ class Recommender(nn.Module):
 
     def query(self, hidden: Tensor) -> Tensor:
         """What a state, (..., d), asks the items to be compared with it."""
-        return hidden
+        return self.head.query(hidden)
 
     def item_embeddings(self) -> tuple[Tensor, Tensor | None]:
-        """Item vectors (rows, d), and a bias (rows,) or None."""
-        return self.items.weight, None
+        """Item vectors (rows, d), and a bias (rows,) or None.
+
+        A column more where the items have a variance, as states then have.
+        """
+        return self.head.items(self.items.weight)
 
     def evaluation_inputs(
         self, items: Tensor, times: Tensor | None = None
@@ -259,7 +277,7 @@ class Recommender(nn.Module):
         weight, bias = self.item_embeddings()
         n = self.config.n_items + 1
         bias = None if bias is None else bias[:n]
-        scores = F.linear(query, weight[:n], bias)
+        scores = self.head.score(query, weight[:n], bias)
         scores[:, 0] = -torch.inf
         return scores
 
@@ -287,10 +305,14 @@ class Recommender(nn.Module):
         return top_items(scores, k, items if exclude_seen else None)
 
     def parameter_groups(self, lr: float, precision_lr: float) -> list[dict]:
-        """Adam's groups: the weights, and what log λ is made of."""
+        """Adam's groups: the weights, and what log λ is made of.
+
+        With it the learned scales of ``gate``, rivals of the gain, which must
+        not lose by learning slower.
+        """
         groups: dict[bool, list[Tensor]] = {False: [], True: []}
         for name, parameter in self.named_parameters():
-            own = name.startswith("tau.") or "log_process_noise" in name
+            own = any(each in name for each in PRECISIONS)
             groups[own].append(parameter)
         found = [{"params": groups[False], "lr": lr}]
         if groups[True]:

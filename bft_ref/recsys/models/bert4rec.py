@@ -1,7 +1,7 @@
 """BERT4Rec: bidirectional attention, trained to fill in masked items."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ class BERT4RecConfig(TransformerConfig):
 
     model = "bert4rec"
 
+    # How a state scores the items: by their product, beside a bias of each,
+    # or also times a temperature of each.
+    head: Literal["dot", "item_temperature"] = "dot"
     mask_rate: float = 0.3  # Share of the items that training hides.
     # Share of the sequences of which it hides the last item alone, which is
     # what the test asks.
@@ -74,13 +77,14 @@ class BERT4Rec(Recommender):
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        return self.encoder(x, log_tau, items == 0, traces)
+        return self.encoder(x, log_tau, items == 0, traces).mean
 
     def query(self, hidden: Tensor) -> Tensor:
         return self.final(F.gelu(self.dense(hidden)))
 
     def item_embeddings(self):
-        return self.items.weight, self.bias
+        embeddings, _ = super().item_embeddings()
+        return embeddings, self.bias
 
     def evaluation_inputs(self, items, times=None):
         """The last ``max_length`` − 1 items and a [MASK] after them."""

@@ -56,6 +56,9 @@ class HSTUConfig(RecommenderConfig):
 
     model = "hstu"
 
+    # How a state scores the items: by their product, times a temperature or
+    # beside a bias of each. Vectors of unit length have no density.
+    head: Literal["dot", "item_bias", "item_temperature"] = "dot"
     # The scores of states and items of unit length are divided by it.
     temperature: float = 0.05
     # Make every layer a Bayesian filter.
@@ -253,4 +256,4 @@ class HSTU(Recommender):
         return F.normalize(hidden, dim=-1) / self.config.temperature
 
     def item_embeddings(self):
-        return F.normalize(self.items.weight, dim=-1), None
+        return self.head.items(F.normalize(self.items.weight, dim=-1))

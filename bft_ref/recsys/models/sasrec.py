@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bft_ref import delta
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
 from bft_ref.delta import activation_function
 from bft_ref.layer import BFTLayer, LayerTrace
 from bft_ref.recsys.models.base import Recommender, RecommenderConfig
 from bft_ref.recsys.models.gates import Gate, GateKind
+from bft_ref.recsys.models.heads import HeadKind
 from bft_ref.support import checks
+from bft_ref.support.modules import apply_norm
 
 Norm = Literal["pre", "post", "original"]
 
@@ -80,6 +83,9 @@ class SASRecConfig(TransformerConfig):
     # Pre-LN, or SASRec's own: Q normed, K and V not, and the normed input
     # carried on.
     residual: Literal["pre", "original"] = "pre"
+    # How a state scores the items: by their product, times a temperature or
+    # beside a bias of each, or as beliefs, each with its own variance.
+    head: HeadKind = "dot"
 
     def _unread(self) -> dict[str, str]:
         found = super()._unread()
@@ -167,8 +173,9 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Layers over an embedded sequence: plain, or each a Bayesian filter.
 
-    The plain ones see log τ only if ``tau_bias`` asks for it. A filter's
-    internals are appended to ``traces``, a layer each.
+    The plain ones see log τ only if ``tau_bias`` asks for it, and know of no
+    other λ than 1. A filter's internals are appended to ``traces``, a layer
+    each.
     """
 
     def __init__(self, config: TransformerConfig, norm: Norm, causal: bool):
@@ -199,13 +206,13 @@ class Encoder(nn.Module):
         log_tau: Tensor | None = None,
         padding: Tensor | None = None,
         traces: list[LayerTrace] | None = None,
-    ) -> Tensor:
+    ) -> Belief:
         if self.config.bft is not None:
             return self._filter(h, log_tau, padding, traces)
         bias = self._bias(h, log_tau, padding)
         for layer in self.layers:
             h = layer(h, bias)
-        return h
+        return Belief(h, h.new_zeros(*h.shape[:-1], 1))
 
     def _filter(self, h, log_tau, padding, traces):
         features = self.config.features
@@ -217,7 +224,7 @@ class Encoder(nn.Module):
                 is_causal=self.causal,
                 traces=traces,
             )
-        return belief.mean
+        return belief
 
     def _bias(self, h, log_tau, padding):
         if not self.config.tau_bias and padding is None:
@@ -253,4 +260,17 @@ class SASRec(Recommender):
         log_tau = None
         if self.tau is not None:
             log_tau = self.tau(items, self.items(items))
-        return self.final(self.encoder(x, log_tau, traces=traces))
+        belief = self.encoder(x, log_tau, traces=traces)
+        if self.config.head != "gaussian":
+            return self.final(belief.mean)
+        if self.config.bft is None:
+            return self.head.state(
+                self.final(belief.mean), self.head.log_precision
+            )
+        hidden, norm = apply_norm(
+            "final", self.final, belief.mean, delta.normalise
+        )
+        # the norm's part is no way to learn: a longer state would look surer
+        fixed = norm._replace(z=norm.z.detach(), scale=norm.scale.detach())
+        log_precision = delta.normalised_precision(belief.log_precision, fixed)
+        return self.head.state(hidden, log_precision)

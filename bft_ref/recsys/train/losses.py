@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bft_ref.recsys.models.heads import Score, dot
 from bft_ref.support import checks
 
 Loss = Literal["sampled", "full", "bce", "gbce"]
@@ -62,6 +63,7 @@ def next_item_loss(
     kind: Loss = "sampled",
     logq_correction: bool = True,
     gbce_t: float = 0.75,
+    score: Score = dot,
 ) -> Tensor:
     """The mean loss of N answered questions, a scalar.
 
@@ -74,6 +76,7 @@ def next_item_loss(
     A negative that is the question's own target does not count: with a single
     item there is nothing to choose, and ``sampled`` is 0 as ``full`` is.
     Equations (20.5) and (20.6) say how well ``sampled`` estimates ``full``.
+    ``score`` is the model's own (:meth:`bft_ref.recsys.models.Head.score`).
 
     Shapes: ``query`` (N, d); ``target`` (N,); ``item_embeddings``
     (≥ n_items + 1, d); ``bias`` (≥ n_items + 1,) or None; ``negatives`` (m,),
@@ -100,21 +103,22 @@ def next_item_loss(
     if kind == "full":
         rows = slice(1, n_items + 1)
         bias = None if bias is None else bias[rows]
-        logits = F.linear(query, item_embeddings[rows], bias)
+        logits = score(query, item_embeddings[rows], bias, False)
         return F.cross_entropy(logits, target - 1)
     if negatives is None or len(negatives) == 0:
         raise ValueError(f"negatives: expected at least one for {kind!r}")
     checks.shape("negatives", negatives, ["m"])
     _item_ids("negatives", negatives, n_items)
     checks.within("gbce_t", gbce_t, 0.0, 1.0)
-    positive = (query * item_embeddings[target]).sum(-1)
-    negative = F.linear(
-        query,
-        item_embeddings[negatives],
-        None if bias is None else bias[negatives],
+    positive, negative = (
+        score(
+            query,
+            item_embeddings[ids],
+            None if bias is None else bias[ids],
+            paired,
+        )
+        for ids, paired in [(target, True), (negatives, False)]
     )
-    if bias is not None:
-        positive = positive + bias[target]
     own = target[:, None] == negatives
     m, others = len(negatives), max(n_items - 1, 1)
     if kind == "sampled":

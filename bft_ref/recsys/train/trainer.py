@@ -63,7 +63,9 @@ class TrainConfig:
     evaluate_every: int = 1  # Epochs between evaluations.
     batch_size: int = 128  # Sequences a batch.
     lr: float = 1e-3  # Adam's rate.
-    precision_lr: float = 1e-2  # Adam's rate for log τ and log Q.
+    # Adam's rate for log τ and log Q, and for what stands in their place: a
+    # gate's learned scale, a head's precisions or temperatures of items.
+    precision_lr: float = 1e-2
     # SD of a log-normal prior on a filter's Q around its start; 0: none.
     noise_prior_sd: float = 0.0
     weight_decay: float = 0.0  # Adam's L2.
@@ -500,6 +502,7 @@ class _Loss(nn.Module):
             kind=config.loss,
             logq_correction=config.logq_correction,
             gbce_t=config.gbce_t,
+            score=model.head.score,
         )
 
 

@@ -339,7 +339,7 @@ LINES = [
     (
         """sasrec {} --residual original --gate vector --gate-value 0.9 0.5 0.2
         --tau-bias --loss sampled --num-negatives 77 --no-logq-correction
-        --dim-feedforward 48 --activation relu""",
+        --dim-feedforward 48 --activation relu --head gaussian""",
         SASRecConfig(
             **SIZES,
             residual="original",
@@ -348,28 +348,32 @@ LINES = [
             tau_bias=True,
             dim_feedforward=48,
             activation="relu",
+            head="gaussian",
         ),
         TrainConfig(**BUDGET, num_negatives=77, logq_correction=False),
     ),
     (
         """bert4rec {} --mask-rate 0.45 --last-rate 0.15 --loss gbce
-        --gbce-t 0.35 bft --granularity token""",
+        --gbce-t 0.35 --head item_temperature bft --granularity token""",
         BERT4RecConfig(
             **SIZES,
             mask_rate=0.45,
             last_rate=0.15,
+            head="item_temperature",
             bft=BFTConfig(granularity="token"),
         ),
         TrainConfig(**BUDGET, loss="gbce", gbce_t=0.35),
     ),
     (
-        """hstu --temperature 0.2 bft --granularity token --prior-scale unit
-        --prior-dof 2 --no-project-variance --process-noise 0.5
-        --dynamics ornstein_uhlenbeck --stationary-variance 2.5
+        """hstu --temperature 0.2 --head item_bias bft --granularity token
+        --prior-scale unit --prior-dof 2 --no-project-variance
+        --process-noise 0.5 --dynamics ornstein_uhlenbeck
+        --stationary-variance 2.5
         --innovation difference {}""",
         HSTUConfig(
             **SIZES,
             temperature=0.2,
+            head="item_bias",
             bft=HSTUFilter(
                 granularity="token",
                 prior_scale="unit",

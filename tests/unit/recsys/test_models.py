@@ -622,6 +622,10 @@ def test_precision_learns_at_its_own_rate():
     total = len(weights["params"]) + len(precision["params"])
     assert total == len(list(net.parameters()))
     assert len(small().parameter_groups(1e-3, 1e-2)) == 1
+    for kind in ("scalar", "vector"):
+        _, scales = small(gate=kind).parameter_groups(1e-3, 1e-2)
+        assert len(scales["params"]) == 2 and scales["lr"] == 1e-2
+    assert len(small(gate="ligr").parameter_groups(1e-3, 1e-2)) == 1
 
 
 @pytest.mark.parametrize(
