@@ -17,15 +17,8 @@ from bft_ref.recsys.models.padding import Rows, on_the_right
 from bft_ref.recsys.models.top import Top, top_items
 from bft_ref.support import checks
 
-#: parameters that are logs of precisions, or a rival's in their place
-PRECISIONS = (
-    "tau.",
-    "log_process_noise",
-    "log_precision",
-    "log_candidate_precision",
-    "log_item_temperature",
-    "gate.scale",
-)
+#: names of logs of precisions, and of what stands in their place
+PRECISIONS = ("tau.", "log_process_noise", "gate.scale", "head.log_")
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class Recommender(nn.Module):
         self.items = nn.Embedding(rows, c.d_model, padding_idx=0)
         self.positions = nn.Embedding(c.max_length, c.d_model)
         std = c.embedding_std or c.d_model**-0.5
-        self.head = Head(c.head, rows, c.d_model, std, plain=c.bft is None)
+        self.head = Head(c.head, rows, c.d_model, plain=c.bft is None)
         nn.init.normal_(self.items.weight, std=std)
         nn.init.normal_(self.positions.weight, std=std)
         with torch.no_grad():

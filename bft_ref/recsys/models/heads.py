@@ -74,18 +74,16 @@ class Head(nn.Module):
     variance 1 if nothing is known of it, so a is the mean of 1/(1 + λ), where
     first order alone would know no bound.
 
-    ``std`` is that of the first item vectors, ``plain`` a model without
-    filter. The ``gaussian`` starts with
-    s = std, so that s·ĥ is as long as they are, 1/τ = s², as uncertain as a
-    state of which nothing is known, and θ = 2s: θs/(a + c) is then from 1, the
-    scale of a product, to 2.
+    ``plain`` is a model without filter. The ``gaussian`` starts with
+    s = d^-1/2, so that s·ĥ has length 1, whatever the length of the first item
+    vectors: started as short as they are at SD 0.02, it left popularity
+    behind much later. 1/τ = s² is as uncertain as a state of which nothing is
+    known, and θ = 2s: θs/(a + c) is then from 1, the scale of a product, to 2.
 
     Shapes: ``rows`` of the item table; b, t, log τ (rows,), log λ (d,).
     """
 
-    def __init__(
-        self, kind: HeadKind, rows: int, d_model: int, std: float, plain: bool
-    ):
+    def __init__(self, kind: HeadKind, rows: int, d_model: int, plain: bool):
         super().__init__()
         self.kind = kind
         if kind == "item_bias":
@@ -93,7 +91,7 @@ class Head(nn.Module):
         elif kind == "item_temperature":
             self.log_item_temperature = nn.Parameter(torch.zeros(rows))
         elif kind == "gaussian":
-            log = math.log(std)
+            log = -0.5 * math.log(d_model)
             self.log_scale = nn.Parameter(torch.full((1,), log))
             self.log_temperature = nn.Parameter(
                 torch.full((1,), log + math.log(2))

@@ -118,19 +118,21 @@ def test_certain_beliefs_tell_items_apart_and_vague_ones_do_not():
 
 def test_the_gaussian_head_starts_as_a_product():
     """Its differences between items are those of ĥ·v_i − ‖v_i‖²/2s."""
-    for std in (0.02, 0.125):
-        head = Head("gaussian", 7, 64, std, plain=True).double()
-        hidden = torch.randn(5, 64, dtype=torch.float64)
-        v = std * torch.randn(7, 64, dtype=torch.float64)
-        query = head.query(head.state(hidden, torch.full((64,), -40.0)))
-        table, bias = head.items(v)
-        assert bias is None
+    head = Head("gaussian", 7, 64, plain=True).double()
+    hidden = torch.randn(5, 64, dtype=torch.float64)
+    v = 0.1 * torch.randn(7, 64, dtype=torch.float64)
+    table, bias = head.items(v)
+    assert bias is None
+    # of a state that is known, and of one that is not
+    for log, factor in [(40.0, 2.0), (-40.0, 1.0)]:
+        log_precision = torch.full((64,), log, dtype=torch.float64)
+        query = head.query(head.state(hidden, log_precision))
         found = head.score(query, table)
-        expected = hidden @ v.mT - v.square().sum(1) / (2 * std)
+        expected = hidden @ v.mT - v.square().sum(1) / (2 * 64**-0.5)
         found, expected = (
-            x - x.mean(1, keepdim=True) for x in (found, expected)
+            x - x.mean(1, keepdim=True) for x in (found, factor * expected)
         )
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("granularity", ["feature", "token"])
@@ -265,7 +267,12 @@ def test_a_head_that_a_model_cannot_have_is_named(model, head):
 
 def test_logs_of_a_head_learn_as_precisions_do():
     for head, expected in {
-        "gaussian": {"log_candidate_precision", "log_precision"},
+        "gaussian": {
+            "log_scale",
+            "log_temperature",
+            "log_candidate_precision",
+            "log_precision",
+        },
         "item_temperature": {"log_item_temperature"},
         "item_bias": set(),
     }.items():
