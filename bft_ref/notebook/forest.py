@@ -111,20 +111,22 @@ def verdict(difference: Difference, kind: Kind, seeds: int = 3) -> str:
 def verdict_table(rows: Sequence[Estimate]) -> pd.DataFrame:
     """Claim → estimate → verdict, a row each; a notebook shows it as HTML.
 
+    Rows of several groups are indexed by group and label, others by label.
     Raises: ValueError for no rows.
     """
     _some(rows)
-    table = {
-        row.label if row.group is None else f"{row.group}: {row.label}": {
+    table = pd.DataFrame(
+        {
             "difference in %": str(row),
             "seeds": row.seeds,
             "verdict": verdict(row.difference, row.kind, row.seeds),
         }
         for row in rows
-    }
-    if len(table) < len(rows):
-        raise ValueError("rows: expected one row a label, got some twice")
-    return pd.DataFrame.from_dict(table, orient="index")
+    )
+    if len({row.group for row in rows}) > 1:
+        names = [(row.group or "", row.label) for row in rows]
+        return table.set_index(pd.MultiIndex.from_tuples(names))
+    return table.set_index(pd.Index([row.label for row in rows]))
 
 
 def forest(

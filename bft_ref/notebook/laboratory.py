@@ -42,11 +42,11 @@ RIVALS: dict[Rival, str] = {
 #: size -> steps of each run: on simulated data, on real ones
 STEPS: dict[Size, tuple[int, int]] = {
     "short": (150, 150),
-    "full": (1500, 5000),
+    "full": (1000, 5000),
 }
 WORLDS: dict[Size, dict[str, Any]] = {
     "short": {"n_users": 1200, "n_items": 300, "length": (5, 12)},
-    "full": {"n_users": 4000, "n_items": 600, "length": (5, 20)},
+    "full": {"n_users": 8000, "n_items": 600, "length": (5, 20)},
 }
 EVALUATIONS = 10  # of each run on validation items, to choose the epoch
 #: stored sets whose test items were fixed before as a confirmation
@@ -140,7 +140,8 @@ class Plan:
         return (
             f"{about['name']}: {about['users']} users, {about['items']} "
             f"items, {about['interactions']} interactions\n"
-            f"{', '.join(self.arms)}; seeds 0 to {self.seeds - 1}\n"
+            f"{', '.join(self.arms)}; seeds "
+            f"{', '.join(map(str, range(self.seeds)))}\n"
             f"{epochs} epochs of {self.steps_per_epoch} steps, "
             f"{self.steps} steps a run, {3 * self.seeds} runs"
         )
@@ -211,7 +212,7 @@ def run_all(
     Each run is a JSON file in ``folder``, named for its data and options,
     and a checkpoint that an interrupted run goes on from. ``evaluate_test``
     ranks the test items too, of runs that are there already as well.
-    A line is printed for each run.
+    A line is printed for each run, with its value on validation items.
     """
     found: Runs = {arm: [] for arm in plan.arms}
     for seed in range(plan.seeds):
@@ -231,8 +232,8 @@ def run_all(
             )
             found[arm].append(run)
             print(
-                f"{arm}, seed {seed}: NDCG@10 "
-                f"{run['validation']['NDCG@10']:.4f} on validation items, "
+                f"{arm}, seed {seed}: "
+                f"NDCG@10 {run['validation']['NDCG@10']:.4f}, "
                 f"{run['seconds']:.0f} s" + ", was there" * (not new)
             )
     return found
@@ -379,17 +380,17 @@ def _points(runs: Runs) -> Iterator[tuple[str, int, int, int, float]]:
 
 
 def in_words(rows: Iterable[Estimate], what: str = "NDCG@10") -> str:
-    """A sentence for each comparison that says no more than its interval."""
+    """Two lines for each comparison that say no more than its interval."""
     return "\n".join(_sentence(row, what) for row in rows)
 
 
 def _sentence(row: Estimate, what: str) -> str:
     other = row.label.partition(" − ")[2]
     said = verdict(row.difference, row.kind, row.seeds)
-    start = f"{row.named}: {row} % of {other}'s {what}: {said}."
+    start = f"{row.named}: {row} % of {other}'s {what}\n    {said}: "
     if said == "open":
-        return f"{start} Zero is inside: this does not say which is better."
+        return f"{start}zero is inside, so this does not say which is better"
     side = "above" if row.difference.absolute > 0 else "below"
     if row.seeds < 3:
-        return f"{start} A verdict takes three seeds."
-    return f"{start} The whole interval lies {side} zero."
+        return f"{start}a verdict takes three seeds"
+    return f"{start}the whole interval lies {side} zero"
