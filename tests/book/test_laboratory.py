@@ -236,10 +236,8 @@ def test_stored_runs_stand_beside():
     groups = {row.group for row in rows}
     assert groups == {"stored: filter − plain", "stored: filter − ligr"}
     of = {(row.group, row.label): row for row in rows}
-    beauty = of["stored: filter − plain", "beauty"]
-    assert beauty.kind == "exploratory"
     toys = of["stored: filter − plain", "toys"]
-    assert toys.kind == "confirmatory" and toys.seeds == 3
+    assert toys.kind == "exploratory" and toys.seeds == 3
     wanted = results.difference(
         results.runs("toys", "plain", split="test"),
         results.runs("toys", "bft", split="test"),
@@ -247,7 +245,14 @@ def test_stored_runs_stand_beside():
     )
     assert toys.difference == wanted
     after = [r for r in laboratory.stored("tau-bias") if "tau" in str(r.group)]
-    assert after and {row.kind for row in after} == {"exploratory"}
+    kinds = {row.label: row.kind for row in after}
+    assert kinds["toys"] == "exploratory"
+    assert kinds["video-games"] == "confirmatory"
+    (games,) = [row for row in after if row.label == "video-games"]
+    arms = ("tau-bias", "bft")
+    runs = [results.runs("video-games", arm, split="test") for arm in arms]
+    equal = results.difference(*(results.at(x, 80) for x in runs), "test")
+    assert games.difference == equal
     with pytest.raises(ValueError, match="rival: expected.*'luck'"):
         laboratory.stored("luck")  # type: ignore[arg-type]
 
