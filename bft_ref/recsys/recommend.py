@@ -98,7 +98,7 @@ class Service:
         ``model``: sasrec, bert4rec or hstu; ``options``: fields of its
         configuration, such as ``d_model=32`` or ``bft=BFTConfig()``. The rest
         as :func:`~bft_ref.recsys.data.frames.from_frame` and
-        :func:`~bft_ref.recsys.train.fit` have it.
+        :func:`~bft_ref.recsys.train.trainer.fit` have it.
 
         The last two items of each user with three or more are not trained on:
         the last but one chooses the epoch (``validation``), the last is left
