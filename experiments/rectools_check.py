@@ -162,10 +162,10 @@ def judged(split: Split, found: pd.DataFrame) -> dict[str, Any]:
     return ranking.summary((K,)) | {"largest_difference": apart}
 
 
-#: arm → how it is made, its options, its seeds: too few for a verdict
+#: arm → how it is made, its options, its seeds: one is a direction only
 ARMS: dict[str, tuple[Callable[..., Found], dict[str, Any], list[int]]] = {
-    "rectools": (theirs, {}, [1, 2]),
-    "ours-published": (ours, PUBLISHED, [1, 2]),
+    "rectools": (theirs, {}, [1, 2, 3]),
+    "ours-published": (ours, PUBLISHED, [1, 2, 3]),
     "ours": (ours, {}, [1]),
     "rectools-bft": (theirs, FILTER, [1]),
     # our state of an item is √d times its vector; RecTools leaves that off
