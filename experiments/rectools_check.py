@@ -162,12 +162,18 @@ def judged(split: Split, found: pd.DataFrame) -> dict[str, Any]:
     return ranking.summary((K,)) | {"largest_difference": apart}
 
 
-#: arm → how it is made, its options, its seeds: too few for a verdict
+#: arm → how it is made, its options, its seeds: one is a direction only
 ARMS: dict[str, tuple[Callable[..., Found], dict[str, Any], list[int]]] = {
-    "rectools": (theirs, {}, [1, 2]),
-    "ours-published": (ours, PUBLISHED, [1, 2]),
+    "rectools": (theirs, {}, [1, 2, 3]),
+    "ours-published": (ours, PUBLISHED, [1, 2, 3]),
     "ours": (ours, {}, [1]),
     "rectools-bft": (theirs, FILTER, [1]),
+    # our state of an item is √d times its vector; RecTools leaves that off
+    "rectools-scaled": (
+        theirs,
+        {"pos_encoding_kwargs": {"use_scale_factor": True}},
+        [1],
+    ),
 }
 
 
@@ -177,7 +183,7 @@ def main(
     output: Path | None = None,
     epochs: int = 20,
 ) -> None:
-    """Make all runs, one thread, and write what was found after each.
+    """Make the runs that are missing, one thread; write each as it is made.
 
     Args:
         data: A public set.
@@ -196,7 +202,6 @@ def main(
         "users": len(split.target),
         "targets_never_trained_on": int(new.sum()),
         "epochs": epochs,
-        "code": code_version(),
         "versions": {
             name: version(name)
             for name in ("rectools", "pytorch-lightning", "pandas")
@@ -204,9 +209,20 @@ def main(
         "device": device_name(torch.device("cpu")),
         "runs": runs,
     }
-    path = output or OUTPUT / f"rectools-{data}.json"
+    path, code = output or OUTPUT / f"rectools-{data}.json", code_version()
+    if path.is_file():
+        before = json.loads(path.read_text("utf8"))
+        runs += before["runs"]
+        if before != result:
+            raise ValueError(
+                f"output: expected runs of this set, budget, machine and "
+                f"these versions in {path}, got others; remove it"
+            )
+    made = {(run["arm"], run["seed"]) for run in runs}
     for arm, (make, options, seeds) in ARMS.items():
         for seed in seeds:
+            if (arm, seed) in made:
+                continue
             budget = TrainConfig(
                 loss="full",
                 epochs=epochs,
@@ -220,10 +236,11 @@ def main(
             run |= {
                 "train_seconds": round(seconds, 1),
                 "cpu_seconds": round(time.process_time() - busy, 1),
+                "code": code,
                 "model": model,
             }
             runs.append(run)
-            print({k: v for k, v in run.items() if k != "model"}, flush=True)
+            print(*list(run.items())[:4], flush=True)
             with replacing(path) as unfinished:
                 unfinished.write_text(json.dumps(result, indent=1) + "\n")
 

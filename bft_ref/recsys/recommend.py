@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bft_ref.recsys import storage
 from bft_ref.recsys.data.frames import Catalogue, Label, from_frame
 from bft_ref.recsys.data.sequences import Sequences
-from bft_ref.recsys.models import CONFIGS, Recommender, top_items
+from bft_ref.recsys.models import CONFIGS, Recommender, Top, top_items
 from bft_ref.recsys.train import TrainConfig, fit
 from bft_ref.recsys.train.batches import pad_windows
 from bft_ref.support.checks import choice, count
@@ -98,7 +98,7 @@ class Service:
         ``model``: sasrec, bert4rec or hstu; ``options``: fields of its
         configuration, such as ``d_model=32`` or ``bft=BFTConfig()``. The rest
         as :func:`~bft_ref.recsys.data.frames.from_frame` and
-        :func:`~bft_ref.recsys.train.fit` have it.
+        :func:`~bft_ref.recsys.train.trainer.fit` have it.
 
         The last two items of each user with three or more are not trained on:
         the last but one chooses the epoch (``validation``), the last is left
@@ -156,10 +156,18 @@ class Service:
             asked = self._of_histories(histories, times)
         if unknown == "error":
             _refuse_unknown(asked)
+        parts = [one.times for one in asked if one.times is not None]
+        met = Sequences.of(
+            [one.items for one in asked],
+            n_items=self.histories.n_items,
+            times=np.concatenate(parts) if parts else None,
+        )
         answers: list[Answer] = []
         for start in range(0, len(asked), CHUNK):
-            some = asked[start : start + CHUNK]
-            answers += self._answers(some, k, exclude_seen)
+            rows = np.arange(start, min(start + CHUNK, len(asked)))
+            top = self._top(met, rows, k, exclude_seen)
+            found = zip(rows, *(x.tolist() for x in top), strict=True)
+            answers += [self._answer(asked[at], *best) for at, *best in found]
         return answers
 
     def _of_users(self, users, times) -> list[_Question]:
@@ -227,41 +235,27 @@ class Service:
             )
         return asked
 
-    def _answers(
-        self, asked: list[_Question], k: int, exclude_seen: bool
-    ) -> list[Answer]:
-        parts = [one.times for one in asked if one.times is not None]
-        histories = Sequences.of(
-            [one.items for one in asked],
-            n_items=self.histories.n_items,
-            times=np.concatenate(parts) if parts else None,
-        )
-        lengths = histories.lengths
+    def _top(
+        self, met: Sequences, rows: NDArray, k: int, exclude_seen: bool
+    ) -> Top:
+        """The best items for some of the histories."""
         popularity = torch.as_tensor(self.histories.frequency).double()
-        scores = popularity.repeat(len(asked), 1)
+        scores = popularity.repeat(len(rows), 1)
+        lengths = met.lengths[rows]
         known = np.flatnonzero(lengths)
         if len(known):
-            place = next(self.model.parameters()).device
+            device = next(self.model.parameters()).device
             items, times, _ = pad_windows(
-                histories, known, lengths[known], self.model.config.max_length
+                met, rows[known], lengths[known], self.model.config.max_length
             )
             seconds = None if times is None else torch.as_tensor(times)
             scores[known] = self.model.scores(
-                torch.as_tensor(items).to(place),
-                None if seconds is None else seconds.to(place),
+                torch.as_tensor(items).to(device),
+                None if seconds is None else seconds.to(device),
             ).to(scores)
         longest = max(1, int(lengths.max()))
-        every = np.arange(len(asked))
-        seen, _, _ = pad_windows(histories, every, lengths, longest)
-        top = top_items(
-            scores, k, torch.as_tensor(seen) if exclude_seen else None
-        )
-        return [
-            self._answer(one, *row)
-            for one, *row in zip(
-                asked, top.items.tolist(), top.scores.tolist(), strict=True
-            )
-        ]
+        seen = torch.as_tensor(pad_windows(met, rows, lengths, longest)[0])
+        return top_items(scores, k, seen if exclude_seen else None)
 
     def _answer(
         self, asked: _Question, ids: list[int], scores: list[float]

@@ -1,4 +1,6 @@
-"""The filter inside RecTools' own SASRec, which keeps all else that it does.
+"""The filter inside RecTools' own SASRec.
+
+Three arguments put it there::
 
     model = SASRecModel(
         transformer_layers_type=BFTTransformerLayers,
@@ -7,7 +9,7 @@
     )
 
 RecTools' data preparation, losses, training, ranking and files stay as they
-are; BERT4RecModel takes the same three arguments. Carried over are the layer,
+are; BERT4RecModel takes the same arguments. Carried over are the layer,
 τ per item, and Q. Not carried over: τ from an MLP or from frequency, a
 learning rate of their own for τ and Q (``TrainConfig.precision_lr``; RecTools
 has one for all), and the internals of a layer.
