@@ -31,13 +31,7 @@ LONG: dict[str, set[str]] = {
     "10-memory-and-speed": {"10-011"},
     "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
     "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},
-    "13-sequential-recommendation": {
-        "3a09a5b4",
-        "66910c44",
-        "8c2ad245",
-        "a1bd8073",
-        "cb8601c9",
-    },
+    "13-sequential-recommendation": {"ch13-12", "ch13-20"},
     "14-two-other-backbones": {
         "283bba66",
         "33ea08b9",
@@ -47,12 +41,13 @@ LONG: dict[str, set[str]] = {
         "df1c1767",
     },
     "15-anatomy-of-a-cold-start": {
-        "06f9021c",
-        "4d0e365f",
-        "80d67090",
-        "a4b8129c",
-        "ef5ff449",
+        "ch15-05",
+        "ch15-22",
+        "ch15-37",
+        "ch15-40",
+        "ch15-50",
     },
+    "20-ranking-and-intervals": {"ch20-31"},
 }
 
 
