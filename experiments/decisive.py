@@ -18,9 +18,8 @@ from bft_ref.config import BFTConfig
 from bft_ref.recsys.train import TrainConfig
 from bft_ref.recsys.train.command import SASRecOptions, Train
 from experiments.grid import BUDGET, TRIALS
-from experiments.runs import is_done, line, make
+from experiments.runs import RESULTS, is_done, line, make
 
-RESULTS = Path(__file__).parents[1] / "results"
 Block = Literal["ligr", "travel", "bound", "head", "simple"]
 
 #: what keeps precision from the second layer, taken away

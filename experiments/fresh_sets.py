@@ -16,9 +16,8 @@ import tyro
 from bft_ref.config import BFTConfig
 from bft_ref.recsys.train import TrainConfig
 from bft_ref.recsys.train.command import SASRecOptions, Train
-from experiments.runs import is_done, make
+from experiments.runs import RESULTS, is_done, make, strata
 
-OUTPUT = Path(__file__).parents[1] / "results"
 SETS = ("video-games", "arts")
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,12 +50,13 @@ def main(work: Path, data_dir: Path | None = None) -> None:
         data_dir: Where the data sets are; by default BFT_DATA.
     """
     work.mkdir(parents=True, exist_ok=True)
+    strata(SETS, data_dir)
     for data in SETS:
         train(runs(data), work, data_dir)
     for data in SETS:
         trained = runs(data)
         if all(
-            is_done(OUTPUT / f"{n}.json", run) for n, run in trained.items()
+            is_done(RESULTS / f"{n}.json", run) for n, run in trained.items()
         ):
             tested = {
                 name: replace(run, evaluate_test=True)
@@ -70,7 +70,7 @@ def train(
 ) -> None:
     """Make those that are missing."""
     for name, run in asked.items():
-        result = OUTPUT / f"{name}.json"
+        result = RESULTS / f"{name}.json"
         if not is_done(result, run):
             make(run, result, work, data_dir)
 

@@ -7,7 +7,6 @@ Runs go in the order below, one at a time, and are skipped when their JSON is
 in results/; an interrupted run goes on from its checkpoint in --work.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,8 +16,6 @@ from typing import Annotated, Any
 import tyro
 
 from bft_ref.config import BFTConfig
-from bft_ref.recsys.data import load
-from bft_ref.recsys.metrics import membership
 from bft_ref.recsys.models import HSTUFilter
 from bft_ref.recsys.train import TrainConfig
 from bft_ref.recsys.train.command import (
@@ -30,9 +27,8 @@ from bft_ref.recsys.train.command import (
     SASRecOptions,
     Train,
 )
-from experiments.runs import is_done, line, make
+from experiments.runs import RESULTS, is_done, line, make, strata
 
-RESULTS = Path(__file__).parents[1] / "results"
 SETS = ("beauty", "instruments", "sports", "toys", "lastfm", "ml-100k")
 BACKBONES = {
     each.model: each for each in (SASRecOptions, BERT4RecOptions, HSTUOptions)
@@ -231,19 +227,6 @@ def grid() -> dict[str, Run]:
     return runs
 
 
-def strata(data_dir: Path | None) -> None:
-    """Write who is in which stratum, for comparisons within one."""
-    for data in SETS:
-        output = RESULTS / f"{data}-strata.json"
-        if not output.is_file():
-            sequences = load(data, folder=data_dir)
-            found = {
-                "validation": membership(sequences.split("validation")),
-                "test": membership(sequences.split("test")),
-            }
-            output.write_text(json.dumps(found))
-
-
 def main(
     work: Path = Path("runs"),
     data_dir: Path | None = None,
@@ -258,7 +241,7 @@ def main(
     """
     if not only_list:
         work.mkdir(parents=True, exist_ok=True)
-        strata(data_dir)
+        strata(SETS, data_dir)
     for name, run in grid().items():
         result = RESULTS / f"{name}.json"
         done = is_done(result, run)

@@ -9,15 +9,20 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from shutil import copyfile
-from typing import Any
+from typing import Any, get_args
 
 from filelock import FileLock, Timeout
 
+from bft_ref.recsys.data import load
+from bft_ref.recsys.data.sequences import SplitName
+from bft_ref.recsys.metrics import membership
 from bft_ref.recsys.train.command import Run, Train, execute
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def is_done(path: Path, run: Run) -> bool:
@@ -69,6 +74,19 @@ def _logged(run: Run, log: Path) -> None:
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+def strata(sets: Iterable[str], data_dir: Path | None) -> None:
+    """Write who is in which stratum, for comparisons within one."""
+    for data in sets:
+        output = RESULTS / f"{data}-strata.json"
+        if not output.is_file():
+            sequences = load(data, folder=data_dir)
+            found = {
+                name: membership(sequences.split(name))
+                for name in get_args(SplitName)
+            }
+            output.write_text(json.dumps(found))
 
 
 def line(run: Run) -> str:

@@ -8,7 +8,6 @@ one that was broken off goes on where it stopped.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,10 +20,17 @@ from bft_ref.config import BFTConfig
 from bft_ref.notebook import results
 from bft_ref.notebook.forest import Estimate, verdict
 from bft_ref.notebook.results import Run
-from bft_ref.recsys.data import DATASETS, Sequences, load, simulate
+from bft_ref.recsys.data import (
+    DATASETS,
+    Sequences,
+    from_frame,
+    load,
+    simulate,
+)
 from bft_ref.recsys.data.sequences import SplitName
 from bft_ref.recsys.metrics import membership, paired_bootstrap
 from bft_ref.recsys.models import SASRecConfig
+from bft_ref.recsys.storage import replacing
 from bft_ref.recsys.train import TrainConfig, fit
 from bft_ref.recsys.train.batches import windows
 from bft_ref.support.checks import choice, count
@@ -49,27 +55,22 @@ WORLDS: dict[Size, dict[str, Any]] = {
     "full": {"n_users": 8000, "n_items": 600, "length": (5, 20)},
 }
 EVALUATIONS = 10  # of each run on validation items, to choose the epoch
-#: fresh sets, whose comparisons were fixed before the first run on them, and
-#: the epoch they were fixed for; on the others all of them are exploratory
-REGISTERED = {"video-games": 80, "arts": 80}
 
 
 def choose(
-    data: str | Path | pd.DataFrame | Sequences = "simulated",
+    data: Any = "simulated",
     size: Size = "short",
-    *,
-    folder: str | Path = ".",
     **world: Any,
 ) -> Sequences:
     """The data of a comparison.
 
     ``data`` is "simulated", a public set by name (downloaded and checked), a
-    file that :func:`bft_ref.recsys.data.load` reads, sequences, or a table
-    with columns ``user``, ``item`` and, unless its rows are in order,
-    ``time`` in seconds; the table is kept as a file in ``folder``. ``world``
-    changes the generator, as ``noise=(1.0, 1.0)``.
-    Raises: ValueError for another size, a table without these columns, or
-    ``world`` with data that are not simulated; and as ``load``.
+    file that :func:`bft_ref.recsys.data.load` reads, sequences, or a table of
+    pandas or polars with columns ``user``, ``item`` and, unless its rows are
+    in order, ``time``. ``world`` changes the generator, as
+    ``noise=(1.0, 1.0)``.
+    Raises: ValueError for another size, or ``world`` with data that are not
+    simulated; and as ``load`` and :func:`bft_ref.recsys.data.from_frame`.
     """
     choice("size", size, get_args(Size))
     if isinstance(data, str) and data == "simulated":
@@ -81,26 +82,10 @@ def choose(
         )
     if isinstance(data, Sequences):
         return data
-    if isinstance(data, pd.DataFrame):
-        data = _as_file(data, Path(folder))
-    return load(data)
-
-
-def _as_file(frame: pd.DataFrame, folder: Path) -> Path:
-    """A table as a RecBole file, so that the reader's checks apply to it."""
-    names = ["user", "item", *(["time"] if "time" in frame else [])]
-    if not {"user", "item"} <= set(frame.columns):
-        raise ValueError(
-            "data: expected columns user, item and, where there is one, "
-            f"time; got {', '.join(map(str, frame.columns))}"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "table.inter"
-    header = ["user_id:token", "item_id:token", "timestamp:float"]
-    frame[names].to_csv(
-        path, sep="\t", index=False, header=header[: len(names)]
-    )
-    return path
+    if isinstance(data, str | Path):
+        return load(data)
+    timed = "time" in getattr(data, "columns", ())
+    return from_frame(data, time="time" if timed else None)[0]
 
 
 @dataclass(frozen=True)
@@ -280,7 +265,6 @@ def _run(
         run = json.loads(path.read_text("utf8"))
         if split in run:
             return run, False
-    path.parent.mkdir(parents=True, exist_ok=True)
     fitted = fit(
         sequences,
         config,
@@ -289,9 +273,8 @@ def _run(
         evaluate_test=evaluate_test,
         **options,
     )
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(fitted.result), "utf8")
-    os.replace(unfinished, path)  # a kill leaves a whole file or none
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(fitted.result), "utf8")
     return fitted.result, True
 
 
@@ -344,13 +327,13 @@ def stored(
             other = results.runs(data, variant, split="test")
             ours = results.runs(data, "bft", split="test")
             if {r["seed"] for r in other} & {r["seed"] for r in ours}:
-                fixed = data in REGISTERED
+                fixed = data in results.REGISTERED
                 found.append(
                     results.estimate(
                         data,
                         variant,
                         stratum=stratum,
-                        epoch=REGISTERED.get(data),
+                        epoch=results.REGISTERED.get(data),
                         kind="confirmatory" if fixed else "exploratory",
                         group=f"stored: filter − {name}",
                     )

@@ -33,7 +33,7 @@ def made(tmp_path_factory):
     return plan, folder, laboratory.run_all(plan, folder, progress=False)
 
 
-def test_a_table_is_read_in_the_order_of_its_times(tmp_path):
+def test_a_table_is_read_in_the_order_of_its_times():
     table = pd.DataFrame(
         {
             "item": ["b", "a", "c", "a", "d"],
@@ -42,17 +42,17 @@ def test_a_table_is_read_in_the_order_of_its_times(tmp_path):
             "stars": 5,
         }
     )
-    read = laboratory.choose(table, folder=tmp_path / "new")
+    read = laboratory.choose(table)
     assert [[read.labels[i] for i in read[u]] for u in (0, 1)] == [
         ["a", "b", "c"],
         ["a", "d"],
     ]
-    untimed = laboratory.choose(
-        table.drop(columns="time"), folder=tmp_path / "new"
-    )
+    untimed = laboratory.choose(table.drop(columns="time"))
     assert [untimed.labels[i] for i in untimed[0]] == ["b", "a", "c"]
-    with pytest.raises(ValueError, match="columns user, item.*got a, b"):
+    with pytest.raises(ValueError, match="user: expected one of.* a, b"):
         laboratory.choose(pd.DataFrame({"a": [1], "b": [2]}))
+    with pytest.raises(TypeError, match="expected a pandas or polars"):
+        laboratory.choose([[1, 2]])
 
 
 def test_data_by_any_name(tmp_path):
