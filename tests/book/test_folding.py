@@ -31,7 +31,6 @@ LONG: dict[str, set[str]] = {
     "10-memory-and-speed": {"10-011"},
     "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
     "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},
-    "13-sequential-recommendation": {"ch13-12", "ch13-20"},
     "14-two-other-backbones": {
         "283bba66",
         "33ea08b9",
@@ -40,14 +39,7 @@ LONG: dict[str, set[str]] = {
         "a390301b",
         "df1c1767",
     },
-    "15-anatomy-of-a-cold-start": {
-        "ch15-05",
-        "ch15-22",
-        "ch15-37",
-        "ch15-40",
-        "ch15-50",
-    },
-    "20-ranking-and-intervals": {"ch20-31"},
+    "15-anatomy-of-a-cold-start": {"ch15-39", "ch15-53"},
 }
 
 
