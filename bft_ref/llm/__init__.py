@@ -3,7 +3,14 @@
 Needs the extra ``llm``: transformers, safetensors, peft and more.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import initialization as _new_in_5  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "bft_ref.llm: expected transformers>=5.15, which was not found; "
+        "pip install 'bft_ref[llm]'"
+    ) from error
 
 from bft_ref.llm.calibration import calibrate
 from bft_ref.llm.config import DEFAULT, BFTLlamaConfig
@@ -23,6 +30,7 @@ __all__ = [
 ]
 
 AutoConfig.register(BFTLlamaConfig.model_type, BFTLlamaConfig, exist_ok=True)
+AutoModel.register(BFTLlamaConfig, BFTLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(
     BFTLlamaConfig, BFTLlamaForCausalLM, exist_ok=True
 )

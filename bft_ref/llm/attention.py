@@ -13,6 +13,7 @@ from bft_ref import delta, fast, reml
 from bft_ref.belief import Belief
 from bft_ref.layer import Observation
 from bft_ref.llm.widened import columns, numbers
+from bft_ref.support import checks
 from bft_ref.support.modules import apply, is_linear
 from bft_ref.support.numerics import at_least_float32, autocast_device
 
@@ -234,5 +235,8 @@ def _visible(
             "attn_implementation='sdpa' or 'eager' has it, got "
             f"{tuple(mask.shape)}; flash attention keeps no precision"
         )
-    count = keys.key.shape[-2]
-    return keys, {"attn_mask": mask[..., :count]}
+    batch, _, count, _ = keys.key.shape
+    mask = mask[..., :count]
+    onto = (batch, mask.shape[1], queries, count)
+    checks.mask("attention_mask", mask, onto, true="visible")
+    return keys, {"attn_mask": mask}

@@ -1,6 +1,7 @@
 """What a Llama that filters has beyond a Llama's configuration."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from operator import index
 from typing import Any, Literal, get_args
 
 from transformers import LlamaConfig
@@ -31,7 +32,7 @@ class BFTLlamaConfig(LlamaConfig):
     bft_tau: its start, in 1/state². bft_dial: the share of the filter; at 0
     the model is the plain one, to rounding.
 
-    Raises: ValueError, TypeError for options that are none.
+    Raises: TypeError, ValueError for options that are none.
     """
 
     model_type = "bft_llama"
@@ -53,7 +54,10 @@ class BFTLlamaConfig(LlamaConfig):
         )
         checks.number("bft_tau", self.bft_tau, 0.0)
         checks.within("bft_dial", self.bft_dial, 0.0, 1.0)
-        self._check_layers()
+        if self.bft_layers is not None:
+            self.bft_layers = self._indices(self.bft_layers)
+        if isinstance(self.bft, BFTConfig):
+            self.bft = changed(self.bft)
         self._check_filter()
 
     @property
@@ -68,10 +72,15 @@ class BFTLlamaConfig(LlamaConfig):
             return range(self.num_hidden_layers)
         return range(self.bft_layers[0], self.bft_layers[-1] + 1)
 
-    def _check_layers(self) -> None:
-        if self.bft_layers is None:
-            return
-        count, given = self.num_hidden_layers, [*self.bft_layers]
+    def _indices(self, layers: Any) -> list[int]:
+        count = self.num_hidden_layers
+        try:
+            given = [index(each) for each in layers]
+        except TypeError as error:
+            raise TypeError(
+                "bft_layers: expected indices of layers, such as "
+                f"range({count}), got {layers!r}"
+            ) from error
         if not given or given != [*range(given[0], given[0] + len(given))]:
             raise ValueError(
                 "bft_layers: expected indices one after another, such as "
@@ -82,24 +91,27 @@ class BFTLlamaConfig(LlamaConfig):
             raise ValueError(
                 f"bft_layers: expected indices in 0…{count - 1}, got {given}"
             )
+        return given
 
     def _check_filter(self) -> None:
-        try:
-            config = self.filter
-        except TypeError as error:
+        given, known = self.bft or {}, [f.name for f in fields(BFTConfig)]
+        if not isinstance(given, dict) or not {*given} <= {*known}:
             raise ValueError(
-                f"bft: expected fields of BFTConfig, got {self.bft}"
-            ) from error
-        unused = {
-            "jacobian": ("hutchinson",),
-            "variance_rule": ("row",),
-            "innovation": ("difference",),
+                "bft: expected fields of BFTConfig by name, of "
+                f"{', '.join(known)}; got {given!r}"
+            )
+        config = self.filter
+        refused = {
+            "jacobian": "hutchinson",
+            "variance_rule": "row",
+            "innovation": "difference",
+            "dynamics": "ornstein_uhlenbeck",
         }
-        for name, refused in unused.items():
-            if getattr(config, name) in refused:
+        for name, value in refused.items():
+            if getattr(config, name) == value:
                 raise ValueError(
-                    f"bft: {name}={getattr(config, name)!r} is not made for "
-                    "a Llama, only for BFTLayer"
+                    f"bft: {name}={value!r} is not made for a Llama, only "
+                    "for BFTLayer"
                 )
         width = self.num_attention_heads * (self.head_dim or 0)
         if not config.project_variance and width != self.hidden_size:

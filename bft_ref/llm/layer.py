@@ -48,6 +48,8 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
     [h, log λ]. Equations (9.1)–(9.3).
     """
 
+    process_noise: LogParameter
+
     def __init__(self, config: BFTLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.config = config
@@ -99,7 +101,8 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
         predicted, log_growth = self.predict(updated)
         if self.traces is not None:
             after = updated.log_precision, log_growth, predicted.log_precision
-            self.traces.append(LayerTrace(observation, gain, *after))
+            # only the last: generate calls a layer for every token
+            self.traces[:] = [LayerTrace(observation, gain, *after)]
         return predicted.mean if self.is_last else widen(predicted)
 
     def entered(self, hidden_states: Tensor) -> Belief:

@@ -1,5 +1,6 @@
 """A Llama whose layers filter, for everything that transformers does."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 from bft_ref.config import BFTConfig
 from bft_ref.initial_precision import MLPPrecision
@@ -22,6 +24,8 @@ from bft_ref.llm.layer import (
 SPLIT = LlamaModel._no_split_modules
 #: log τ and log Q need more than the eight bits of bfloat16
 PRECISE = {"process_noise", "initial_precision"}
+#: what a plain Llama does not have
+ADDED = (*sorted(PRECISE), "gain")
 
 
 class BFTLlamaModel(LlamaModel):
@@ -41,22 +45,23 @@ class BFTLlamaModel(LlamaModel):
             self.layers[i] = made(config, i)
         self.post_init()
 
+    @can_return_tuple
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As a LlamaModel's; ``hidden_states`` are the means.
 
         Raises: ValueError if attention weights are asked for.
         """
-        asked = kwargs.get("output_attentions", self.config.output_attentions)
-        if asked:
+        asked = kwargs.get("output_attentions")
+        if self.config.output_attentions if asked is None else asked:
             raise ValueError(
                 "output_attentions: expected False, got True; the weights of "
                 "layers that filter are in bft_ref.llm.trace(model)"
             )
-        output = super().forward(*args, **kwargs)
-        states = getattr(output, "hidden_states", None)
-        if states is not None:
+        output = super().forward(*args, **kwargs, return_dict=True)
+        if output.hidden_states is not None:
             d = self.config.hidden_size
-            output.hidden_states = tuple(h[..., :d] for h in states)
+            means = (h[..., :d] for h in output.hidden_states)
+            output.hidden_states = tuple(means)
         return output
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -66,13 +71,11 @@ class BFTLlamaModel(LlamaModel):
         """
         super()._init_weights(module)
         if isinstance(module, LogParameter):
-            start = torch.tensor(module.start).log().item()
-            init.constant_(module.weight, start)
+            init.constant_(module.weight, math.log(module.start))
         elif isinstance(module, MLPPrecision):
-            start = torch.tensor(self.config.bft_tau).log().item()
             last = cast(nn.Linear, module.layers[-1])
             init.zeros_(last.weight)
-            init.constant_(last.bias, start)
+            init.constant_(last.bias, math.log(self.config.bft_tau))
         elif isinstance(module, GateLayer):
             init.zeros_(module.gain.weight)
             init.constant_(module.gain.bias, 4.0)
@@ -110,12 +113,16 @@ class BFTLlamaForCausalLM(LlamaForCausalLM):
 
     def precision_parameters(self) -> list[nn.Parameter]:
         """log τ and log Q, or what a control has in the gain's place."""
-        names = ("process_noise.", "initial_precision.", "gain.")
         return [
             parameter
             for name, parameter in self.named_parameters()
-            if any(part in name for part in names)
+            if is_added(name)
         ]
+
+
+def is_added(name: str) -> bool:
+    """Whether a plain Llama has no parameter of that name."""
+    return not {*name.split(".")}.isdisjoint(ADDED)
 
 
 def patch(
@@ -141,8 +148,8 @@ def patch(
     :class:`bft_ref.llm.BFTLlamaConfig`.
 
     Raises: TypeError for anything but a LlamaForCausalLM of transformers
-    itself (adapters come afterwards); ValueError for quantised weights and
-    for options that do not fit.
+    itself (adapters come afterwards); ValueError for quantised or offloaded
+    weights, for modules that were exchanged, and for options that do not fit.
     """
     if type(model) is not LlamaForCausalLM:
         raise TypeError(
@@ -154,13 +161,23 @@ def patch(
             "model: expected weights as they were trained, got quantised "
             "ones, of whose matrices variances cannot be made"
         )
+    if any(hasattr(part, "_hf_hook") for part in model.modules()):
+        raise ValueError(
+            "model: expected one on one device, got one that accelerate moves "
+            "between devices; save it, and load it by "
+            "BFTLlamaForCausalLM.from_pretrained(…, device_map=…)"
+        )
+    if not isinstance(filter, BFTConfig | None):
+        raise TypeError(
+            f"filter: expected a BFTConfig, got {type(filter).__name__}"
+        )
     given = model.config.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         given.pop(name, None)
     config = BFTLlamaConfig(
         **given,
         bft={} if filter is None else changed(filter),
-        bft_layers=None if layers is None else [*layers],
+        bft_layers=layers,
         bft_variant=variant,
         bft_initial_precision=initial_precision,
         bft_tau=tau,
@@ -171,8 +188,17 @@ def patch(
     config._attn_implementation = implementation if known else "sdpa"
     with torch.device("meta"):
         made = BFTLlamaForCausalLM(config)
-    # to the last parameter that a plain Llama has, by assignment
-    made.load_state_dict(model.state_dict(), strict=False, assign=True)
+    # shared: nothing is copied
+    missing, unexpected = made.load_state_dict(
+        model.state_dict(), strict=False, assign=True
+    )
+    missing = [name for name in missing if not is_added(name)]
+    if missing or unexpected:
+        raise ValueError(
+            "model: expected a Llama's parameters, got one without "
+            f"{missing[:3]} and with {unexpected[:3]}; patch it before "
+            "adapters, pruning and parametrisations"
+        )
     made.model.rotary_emb = model.model.rotary_emb
     _materialise(made, model.device)
     theirs = dict(model.named_parameters())
@@ -186,11 +212,12 @@ def patch(
 
 def _materialise(made: BFTLlamaForCausalLM, device: torch.device) -> None:
     """Give what a plain Llama lacks its memory and its start."""
-    for module in made.modules():
-        own = [*module.parameters(recurse=False)]
-        if any(parameter.is_meta for parameter in own):
+    for name, module in made.named_modules():
+        if name.rpartition(".")[-1] in ADDED:
             module.to_empty(device=device)
-            made.model._init_weights(module)
-    for module in made.modules():  # outer ones, after what they hold
-        if isinstance(module, MLPPrecision | GateLayer):
-            made.model._init_weights(module)
+            for part in module.modules():
+                made.model._init_weights(part)
+    for layer in made.filters():  # after what they hold
+        for part in layer.modules():
+            if isinstance(part, MLPPrecision | GateLayer):
+                made.model._init_weights(part)

@@ -12,8 +12,8 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
     """A list that is filled when the block ends: a trace a filtering layer.
 
     Of the last call of the model in the block; in ``generate`` with a cache
-    that is the last token's. ``model`` is what :func:`bft_ref.llm.patch`
-    gives, or anything around it, such as peft's.
+    that is the last token's. Blocks may be nested. ``model`` is what
+    :func:`bft_ref.llm.patch` gives, or anything around it, such as peft's.
 
         with trace(model) as traces:
             model(input_ids)
@@ -26,7 +26,7 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
 
     layers = [
         each
-        for each in model.modules()
+        for each in getattr(model, "modules", list)()
         if isinstance(each, BFTLlamaDecoderLayer)
         and each.config.bft_variant == "kalman"
     ]
@@ -36,6 +36,7 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
             f" gives, got {type(model).__name__} without"
         )
     traces: list[LayerTrace] = []
+    around = [each.traces for each in layers]
     for each in layers:
         each.traces = []
     try:
@@ -47,5 +48,7 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
             )
         traces.extend(each.traces[-1] for each in layers if each.traces)
     finally:
-        for each in layers:
-            each.traces = None
+        for each, outer in zip(layers, around, strict=True):
+            if outer is not None and each.traces:
+                outer[:] = each.traces
+            each.traces = outer

@@ -139,7 +139,7 @@ def squared_map(module: nn.Module, variance: Tensor, signs: Tensor) -> Tensor:
     """
     tiny = torch.finfo(variance.dtype).tiny
     x = signs * variance.clamp(min=tiny).sqrt().to(signs.dtype)
-    with _evaluated(module):
+    with evaluated(module):
         return at_least_float32(
             module(x) - module(torch.zeros_like(x))
         ).square()
@@ -178,7 +178,7 @@ def _by_unit_vectors(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of an affine module from what it makes of 0 and I."""
     features = x.shape[-1]
     points = torch.eye(features + 1, features, dtype=x.dtype, device=x.device)
-    with _evaluated(module):
+    with evaluated(module):
         made = module(points.roll(1, 0)[None])[0]  # of 0 first, then of I
     return (made[1:] - made[0]).mT, made[0]
 
@@ -210,7 +210,7 @@ def _thins(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _evaluated(module: nn.Module) -> Iterator[None]:
+def evaluated(module: nn.Module) -> Iterator[None]:
     """In evaluation mode: no dropout, no statistics."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
