@@ -156,11 +156,21 @@ class BFTLlamaAttention(LlamaAttention):
                 return x, None
             return x[..., :d], numbers(x[:, 0, :, d:]).squeeze(-1)
 
-        k, v = cache.update(
-            beside(new.key, new.log_token_precision),
-            beside(new.value, new.log_neighbour_variance),
-            self.layer_idx,
-        )
+        k = beside(new.key, new.log_token_precision)
+        v = beside(new.value, new.log_neighbour_variance)
+        for layer in [*getattr(cache, "layers", [])][self.layer_idx :][:1]:
+            held = getattr(layer, "keys", None)
+            if (
+                held is not None
+                and held.numel()
+                and held.shape[-1] != k.shape[-1]
+            ):
+                raise ValueError(
+                    "cache: expected one that this model filled, whose keys "
+                    f"have {k.shape[-1]} features, precision among them; got "
+                    f"{held.shape[-1]}"
+                )
+        k, v = cache.update(k, v, self.layer_idx)
         (k, log), (v, c) = apart(k), apart(v)
         assert log is not None
         return Keys(k, v, log, c)

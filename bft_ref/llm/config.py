@@ -37,8 +37,8 @@ class BFTLlamaConfig(LlamaConfig):
 
     model_type = "bft_llama"
 
-    bft: dict | None = None
-    bft_layers: list[int] | None = None
+    bft: Any = None  # dict or BFTConfig
+    bft_layers: Any = None  # iterable of int
     bft_variant: str = "kalman"
     bft_initial_precision: str = "constant"
     bft_tau: float = 1.0

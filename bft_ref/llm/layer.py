@@ -48,6 +48,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
     [h, log λ]. Equations (9.1)–(9.3).
     """
 
+    self_attn: BFTLlamaAttention
     process_noise: LogParameter
 
     def __init__(self, config: BFTLlamaConfig, layer_idx: int):
