@@ -45,8 +45,9 @@ def calibrate(
 
     Returns: the median gains that were reached; 1 where a control has none.
     Raises: TypeError, ValueError before anything has changed, for a gain that
-    is not within (0, 1), for ids that the model does not know, and for a mask
-    that does not fit or hides everything.
+    is not within (0, 1), for ids that the model does not know, for a mask
+    that does not fit or hides everything, and for the neighbours' prior: there
+    λ_obs moves along with τ, and no τ makes a gain.
     Equations (16.6), (16.7); ours.
     """
     _check(model, input_ids, gain, attention_mask, rescale)
@@ -59,7 +60,8 @@ def calibrate(
             attention_mask = torch.ones_like(input_ids)
         seen = attention_mask.bool().to(h.device)
         reached: list[float] = []
-        log = layers[0].entered(h).log_precision
+        # a copy: τ itself is about to move
+        log = layers[0].entered(h).log_precision.clone()
         carried = log  # log variance without Q; not read for the first layer
         for i, layer in enumerate(layers):
             _start(layer, gain, rescale)
@@ -105,6 +107,12 @@ def _check(
         raise TypeError(
             "model: expected what patch(llama) gives, got "
             f"{type(model).__name__}; calibrate before adapters and wrappers"
+        )
+    scale = model.config.filter.prior_scale
+    if model.config.bft_variant == "kalman" and scale != "unit":
+        raise ValueError(
+            f"model: expected prior_scale='unit', got {scale!r}, with which "
+            "λ_obs moves along with τ and no τ makes a gain"
         )
     checks.number("gain", gain, 0.0)
     if gain >= 1:

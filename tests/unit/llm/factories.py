@@ -10,7 +10,8 @@ from bft_ref.llm import calibrate, patch
 
 VOCABULARY, WIDTH, LAYERS, PAD = 61, 32, 3, 0
 TOKEN = {"granularity": "token", "prior_scale": "unit"}
-FEATURE = {"granularity": "feature", "prior_scale": "neighbours"}
+FEATURE = {"granularity": "feature", "prior_scale": "unit"}
+NEIGHBOURS = {"granularity": "feature", "prior_scale": "neighbours"}
 #: what a Llama may have beyond the smallest
 LLAMAS = {
     "plain": {},
@@ -65,8 +66,9 @@ def filtering(base=None, config=None, gain=0.7, **options):
     """A Llama that filters, visibly, with what may differ by layer."""
     base = llama() if base is None else base
     config = BFTConfig(**(TOKEN if config is None else config))
-    model = patch(base, config, **options).to(base.dtype)
-    calibrate(model, some_ids(seed=8), gain)
+    model = patch(base, config, **{"tau": 0.7, **options}).to(base.dtype)
+    if config.prior_scale == "unit":
+        calibrate(model, some_ids(seed=8), gain)
     return model
 
 

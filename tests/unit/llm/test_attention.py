@@ -7,8 +7,8 @@ from transformers import DynamicCache, StaticCache
 from bft_ref.llm import trace
 from tests.unit.llm.factories import (
     CACHE,
-    FEATURE,
     LLAMAS,
+    NEIGHBOURS,
     TOKEN,
     close,
     filtering,
@@ -18,11 +18,11 @@ from tests.unit.llm.factories import (
 )
 
 BOTH = pytest.mark.parametrize(
-    "config", [TOKEN, FEATURE], ids=["token", "feature"]
+    "config", [TOKEN, NEIGHBOURS], ids=["token", "neighbours"]
 )
 
 
-@pytest.fixture(params=[TOKEN, FEATURE], ids=["token", "feature"])
+@pytest.fixture(params=[TOKEN, NEIGHBOURS], ids=["token", "neighbours"])
 def model(request):
     return filtering(llama(torch.float64), request.param)
 
@@ -145,7 +145,7 @@ def test_a_token_that_sees_nothing_keeps_its_state():
 @pytest.mark.parametrize("options", LLAMAS.values(), ids=LLAMAS)
 @torch.no_grad()
 def test_every_llama_has_its_cache(options):
-    model = filtering(llama(torch.float64, **options), FEATURE)
+    model = filtering(llama(torch.float64, **options), NEIGHBOURS)
     ids, cache = some_ids(), DynamicCache(config=model.config)
     made = [model(x, **{CACHE: cache}).logits for x in ids.split([5, 7], 1)]
     close(torch.cat(made, 1), model(ids).logits, 1e-6)

@@ -194,7 +194,7 @@ def test_layer_by_layer_it_is_the_model():
 
 
 @pytest.mark.parametrize("granularity", ["token", "feature"])
-def test_gradients_are_differences_of_the_loss(granularity):
+def test_gradients_are_differences_of_the_loss(exact_norms, granularity):
     config = {"granularity": granularity, "prior_scale": "unit"}
     model = filtering(llama(torch.float64), config)
     ids, reach = some_ids(1, 6), 1e-5

@@ -6,14 +6,18 @@ from peft import LoraConfig, get_peft_model
 
 from bft_ref.layer import LayerTrace
 from bft_ref.llm import patch, trace
-from tests.unit.llm.factories import FEATURE, filtering, llama, some_ids
+from tests.unit.llm.factories import FEATURE, close, filtering, llama, some_ids
+
+# peft asks transformers by an older name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
 
 def test_a_trace_a_filtering_layer_and_nothing_else_changes():
     model, ids = filtering(layers=[1, 2]), some_ids()
     expected = model(ids).logits
     with trace(model) as traces:
-        assert torch.equal(model(ids).logits, expected)
+        # weights are kept: another way to the same numbers
+        close(model(ids).logits, expected, 1e-5)
         assert traces == []
     assert len(traces) == 2
     for each in traces:
