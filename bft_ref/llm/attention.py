@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import (
 from bft_ref import delta, fast, reml
 from bft_ref.belief import Belief
 from bft_ref.layer import Observation
+from bft_ref.llm.config import BFTLlamaConfig
 from bft_ref.llm.widened import columns, numbers
 from bft_ref.support import checks
 from bft_ref.support.modules import apply, is_linear
@@ -48,6 +49,10 @@ class BFTLlamaAttention(LlamaAttention):
     values whose matrix is not known (hooks that change it).
     """
 
+    def __init__(self, config: BFTLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.filter = config.filter
+
     def forward(
         self,
         belief: Belief,
@@ -57,7 +62,7 @@ class BFTLlamaAttention(LlamaAttention):
         cache: Any = None,
         keep_weights: bool = False,
     ) -> Observation:
-        c, x = self.config.filter, norm.output.to(belief.mean.dtype)
+        c, x = self.filter, norm.output.to(belief.mean.dtype)
         values, w_v = apply(self.v_proj, x)
         if w_v is None:
             raise ValueError(
@@ -68,7 +73,9 @@ class BFTLlamaAttention(LlamaAttention):
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in made
         )
+        # under autocast positions make them float32
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = q.to(v.dtype), k.to(v.dtype)
         log_c = None
         if c.prior_scale == "neighbours":
             log_c = reml.neighbour_variance(
@@ -131,7 +138,7 @@ class BFTLlamaAttention(LlamaAttention):
     @property
     def ways(self) -> fast.Steps:
         """The readable functions or the fast ones."""
-        return fast.steps(self.config.filter.implementation)
+        return fast.steps(self.filter.implementation)
 
     def _value_of_nothing(self, value: Tensor) -> Tensor:
         """The value of a state of zeros, (H_kv, 1, d_h): D is taken there."""
@@ -177,7 +184,7 @@ class BFTLlamaAttention(LlamaAttention):
 
     def _feature_weights(self) -> Tensor | None:
         """As BFTLayer's: what a token's variance takes of each feature."""
-        c, w_o = self.config.filter, self.o_proj
+        c, w_o = self.filter, self.o_proj
         if c.granularity != "token":
             return None
         if not c.project_variance:
@@ -211,7 +218,7 @@ class BFTLlamaAttention(LlamaAttention):
 
     def _in_state_units(self, variance: Tensor, w_o: Tensor | None) -> Tensor:
         """Σ_k W_O[i,k]² v_k, (B, T, d), or its mean: Equation (6.12)."""
-        c = self.config.filter
+        c = self.filter
         variance = variance.transpose(1, 2).flatten(-2)
         if c.project_variance:
             if w_o is None:

@@ -21,19 +21,16 @@ from bft_ref.support.numerics import at_least_float32
 class LogParameter(nn.Module):
     """A positive number, or one a feature, kept as its logarithm.
 
-    A module of its own, so that peft's ``modules_to_save`` finds it.
+    A module of its own, so that peft's ``modules_to_save`` finds it. What
+    has a ``start`` is set to it by transformers too.
     Shapes: ``forward(like)`` → (n,), whatever ``like`` is.
     """
 
     def __init__(self, size: int, start: float):
         super().__init__()
-        self.start = start
+        self.start = math.log(start)
         self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.weight.fill_(math.log(self.start))
+        nn.init.constant_(self.weight, self.start)
 
     def forward(self, like: Tensor | None = None) -> Tensor:
         return at_least_float32(self.weight)
@@ -55,17 +52,14 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
         super().__init__(config, layer_idx)
         self.config = config
         self.d_model = config.hidden_size
-        c, filtering = config.filter, config.filtering
-        size = 1 if c.granularity == "token" else self.d_model
+        self.filter, filtering = config.filter, config.filtering
+        token = self.filter.granularity == "token"
+        size = 1 if token else self.d_model
         self.self_attn = BFTLlamaAttention(config, layer_idx)
         self.is_first = layer_idx == filtering[0]
         self.is_last = layer_idx == filtering[-1]
         if self.is_first:
-            self.initial_precision: nn.Module = (
-                LogParameter(size, config.bft_tau)
-                if config.bft_initial_precision == "constant"
-                else MLPPrecision(self.d_model, size, initial=config.bft_tau)
-            )
+            self.initial_precision = self._initial_precision(size)
         self.add_parameters(size)
         # transformers' own modules hide which function they are
         self.activation = delta.ACTIVATIONS.get(
@@ -76,9 +70,15 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
 
     def add_parameters(self, size: int) -> None:
         """What the variant has beside a Llama's parameters."""
-        self.process_noise = LogParameter(
-            size, self.config.filter.process_noise
-        )
+        self.process_noise = LogParameter(size, self.filter.process_noise)
+
+    def _initial_precision(self, size: int) -> nn.Module:
+        tau = self.config.bft_tau
+        if self.config.bft_initial_precision == "constant":
+            return LogParameter(size, tau)
+        made = MLPPrecision(self.d_model, size, initial=tau)
+        made.layers[-1].start = math.log(tau)
+        return made
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
     @property
     def ways(self) -> fast.Steps:
         """The readable functions or the fast ones."""
-        return fast.steps(self.config.filter.implementation)
+        return fast.steps(self.filter.implementation)
 
     def normalised(self, module: nn.Module, x: Tensor) -> delta.Normalised:
         """RMSNorm's output, and what its Jacobian needs."""
@@ -168,7 +168,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
         return self.ways.normalise(x, gamma, None, eps, centred=False)
 
     def step_and_growth(self, belief: Belief) -> tuple[Tensor, Tensor]:
-        mlp, c = self.mlp, self.config.filter
+        mlp, c = self.mlp, self.filter
         norm = self.normalised(self.post_attention_layernorm, belief.mean)
         x = norm.output.to(belief.mean.dtype)
         token, exact = c.granularity == "token", c.jacobian == "exact"
@@ -268,6 +268,7 @@ class GateLayer(PlainLayer):
 
     def add_parameters(self, size: int) -> None:
         self.gain = nn.Linear(self.d_model, self.d_model)
+        self.gain.start = 4.0
 
     def factor(self, h: Tensor) -> Tensor:
         return torch.sigmoid(self.gain(h))

@@ -1,8 +1,7 @@
 """A Llama whose layers filter, for everything that transformers does."""
 
-import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from bft_ref.config import BFTConfig
-from bft_ref.initial_precision import MLPPrecision
 from bft_ref.llm.config import BFTLlamaConfig, Initial, Variant, changed
-from bft_ref.llm.layer import (
-    LAYERS,
-    BFTLlamaDecoderLayer,
-    GateLayer,
-    LogParameter,
-)
+from bft_ref.llm.layer import LAYERS, BFTLlamaDecoderLayer
 
 SPLIT = LlamaModel._no_split_modules
 #: log τ and log Q need more than the eight bits of bfloat16
@@ -70,15 +63,12 @@ class BFTLlamaModel(LlamaModel):
         transformers asks the innermost model, so it cannot stand further out.
         """
         super()._init_weights(module)
-        if isinstance(module, LogParameter):
-            init.constant_(module.weight, math.log(module.start))
-        elif isinstance(module, MLPPrecision):
-            last = cast(nn.Linear, module.layers[-1])
-            init.zeros_(last.weight)
-            init.constant_(last.bias, math.log(self.config.bft_tau))
-        elif isinstance(module, GateLayer):
-            init.zeros_(module.gain.weight)
-            init.constant_(module.gain.bias, 4.0)
+        start = getattr(module, "start", None)
+        if start is not None and isinstance(module, nn.Linear):
+            init.zeros_(module.weight)
+            init.constant_(module.bias, start)
+        elif start is not None:
+            init.constant_(module.weight, start)
 
 
 class BFTLlamaForCausalLM(LlamaForCausalLM):
@@ -216,8 +206,4 @@ def _materialise(made: BFTLlamaForCausalLM, device: torch.device) -> None:
         if name.rpartition(".")[-1] in ADDED:
             module.to_empty(device=device)
             for part in module.modules():
-                made.model._init_weights(part)
-    for layer in made.filters():  # after what they hold
-        for part in layer.modules():
-            if isinstance(part, MLPPrecision | GateLayer):
                 made.model._init_weights(part)

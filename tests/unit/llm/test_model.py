@@ -97,6 +97,17 @@ def test_a_plain_checkpoint_starts_as_the_options_say(variant, tmp_path):
     assert torch.equal(found(ids).logits, patched(ids).logits)
 
 
+@pytest.mark.filterwarnings("ignore:You are using a model of type")
+def test_an_mlps_tau_starts_as_the_options_say(tmp_path):
+    llama().save_pretrained(tmp_path)
+    found = BFTLlamaForCausalLM.from_pretrained(
+        tmp_path, bft_initial_precision="mlp", bft_tau=2.0
+    )
+    for model in (found, patch(llama(), initial_precision="mlp", tau=2.0)):
+        log = model.model.layers[0].initial_precision(torch.randn(2, 3, 32))
+        close(log.exp(), torch.full_like(log, 2.0), 1e-6)
+
+
 def test_loaded_in_bfloat16_log_precision_stays_in_float32(tmp_path):
     model, ids = filtering(initial_precision="mlp"), some_ids()
     model.save_pretrained(tmp_path)
@@ -171,8 +182,6 @@ def test_hidden_states_are_the_means(granularity):
     call = {"output_hidden_states": True, "return_dict": False}
     for made in (model(ids, **call), model.model(ids, **call)):
         assert [each.shape for each in made[-1]] == shapes
-    model.config.return_dict = False
-    assert [each.shape for each in model(ids, **call)[-1]] == shapes
 
 
 def test_weights_of_attention_are_refused_by_name():

@@ -19,8 +19,8 @@ from tests.unit.llm.factories import (
 )
 
 pytestmark = [
-    # peft asks transformers by an older name
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
+    # the older name, which peft and transformers before 5.24 have
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing"),
     # transformers' Trainer on a machine without an accelerator
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set"),
     pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream"),
@@ -87,6 +87,7 @@ def test_a_trainer_goes_on_from_its_checkpoint(checkpointing, tmp_path):
         "max_steps": 4,
         "save_steps": 2,
         "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
@@ -120,21 +121,20 @@ def test_autocast_is_the_same_to_eight_bits(config):
         assert parameter.grad.dtype == torch.float32
 
 
-@CONFIGS
-def test_compiled_for_other_lengths_without_a_break(config):
-    model = filtering(config=config)
+def test_compiled_for_other_lengths_without_a_break():
+    model = filtering(llama(num_hidden_layers=1), NEIGHBOURS)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for tokens in (12, 9, 15):
+    for tokens in (12, 9):
         ids = some_ids(2, tokens)
         with torch.no_grad():
             found = compiled(ids, use_cache=False).logits
             close(found, model(ids).logits, 1e-5)
 
 
-@CONFIGS
-def test_exported(config):
-    model, ids = filtering(config=config), some_ids()
+def test_exported():
+    model = filtering(llama(num_hidden_layers=1), NEIGHBOURS)
+    ids = some_ids()
     program = torch.export.export(model, (ids,), {"use_cache": False})
     found = program.module()(ids, use_cache=False).logits
     close(found, model(ids).logits, 1e-5)
