@@ -31,8 +31,9 @@ NAMES = 48  # that fit into that width
 def by_token(trace: LayerTrace, quantity: str) -> Tensor:
     """One number a token, (B, T): the mean over heads or features.
 
-    Of ``weights``, (B, H, T, S), what each of the S tokens is given, (B, S):
-    the mean over heads and over those that see it; NaN where nobody does.
+    Of ``weights``, (B, H, T, S), what each of the S tokens is given, (B, S),
+    in equal shares: one, if all that see it gave as much to all they see. The
+    mean over heads and over those that see it; NaN where nobody does.
     Raises: ValueError for a quantity that is none of :data:`QUANTITIES`, and
     for weights that were not kept.
     """
@@ -42,8 +43,9 @@ def by_token(trace: LayerTrace, quantity: str) -> Tensor:
             f"{quantity!r}"
         )
     if quantity == "weights":
-        seen = attention(trace)
-        return seen.sum(1) / (seen > 0).sum(1)
+        given = attention(trace)
+        sees = (given > 0).float()
+        return (given * sees.sum(2, keepdim=True)).sum(1) / sees.sum(1)
     x = getattr(trace, quantity).detach().float().cpu()
     return x.mean(1) if quantity == "n_eff" else x.mean(-1)
 
@@ -116,7 +118,7 @@ def trace(
             who = printable[query] if printable else query % count
             title = f"{title} of {who}"
         elif name == "weights" and len(given) > 1:
-            title = f"{title} that a token is given"
+            title = f"{title} that a token is given, in equal shares"
         ax.set_title(title, loc="left", parse_math=False)
         if values.dim() == 1:
             ax.plot(values.numpy(), marker="o")

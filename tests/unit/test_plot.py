@@ -34,7 +34,7 @@ def test_pixels_are_the_means_over_features(traces):
     every = list(plot.QUANTITIES)
     found = panels(plot.trace(traces, list("abcde"), 1, every))
     titles = list(plot.QUANTITIES.values())
-    titles[-1] += " that a token is given"
+    titles[-1] += " that a token is given, in equal shares"
     assert list(found) == titles
     gain = found["gain K"].images[0].get_array()
     for layer, trace in enumerate(traces):
@@ -44,13 +44,14 @@ def test_pixels_are_the_means_over_features(traces):
     assert names == list("abcde")
 
 
-def test_attention_is_the_mean_of_those_that_look(causal):
+def test_attention_is_the_mean_of_those_that_look_in_equal_shares(causal):
     (ax,) = panels(plot.trace(causal, quantities=["weights"])).values()
     shown = ax.images[0].get_array()
     for layer, trace in enumerate(causal):
         weights = trace.weights[0].mean(0).detach().numpy()
         for token in range(5):
-            due = weights[token:, token].mean()
+            sees = np.arange(1, 6)  # a token itself, and those before
+            due = (sees * weights[:, token])[token:].mean()
             assert shown[layer, token] == pytest.approx(due, rel=1e-5)
 
 
