@@ -192,5 +192,5 @@ def test_the_operators_keep_pytorchs_rules():
     x, w_in, b, w_out = leaf(5, 3), leaf(6, 3), leaf(6), leaf(3, 6)
     columns, shift = leaf(6, 2), leaf(6)
     for s in (shift, None):
-        arguments = (x, w_in, b, w_out, columns, s, None, "gelu")
+        arguments = (x, w_in, b, w_out, columns, s, None, "gelu", True)
         opcheck(feed_forward._linearised_feed_forward, arguments)
