@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bft_ref.support.derivatives import reverse_mode_only
-from bft_ref.support.numerics import autocast_device
 
 Found = TypeVar("Found")
 SAMPLE = 2**14  # entries of a weight that are held against what they were
@@ -34,6 +33,8 @@ def of_weights(
     PyTorch has counted no change, and if a sample of its entries, all of a
     small one, is what it was: ``weight.data`` is changed without a count.
     """
+    if torch.compiler.is_compiling():
+        return compute()
     given = [w for w in weights if w is not None]
     if not _lasting(given):
         _found.pop(given[0], None)
@@ -50,7 +51,6 @@ def _lasting(weights: Sequence[Tensor]) -> bool:
     """Whether weights and what is made of them may be kept."""
     return not (
         torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or _get_current_dispatch_mode() is not None
         or reverse_mode_only(*weights)
