@@ -27,6 +27,7 @@ from bft_ref.support.numerics import (
     log_mean_exp,
 )
 from bft_ref.support.transplant import keep_process_noise, layer_like
+from bft_ref.support.weights import of_weights
 
 
 class Observation(NamedTuple):
@@ -437,7 +438,12 @@ class BFTLayer(nn.Module):
             like = at_least_float32(attn.in_proj_weight)
             weights = like.new_full((self.d_model,), 1 / self.d_model)
         elif is_linear(w_out):
-            weights = at_least_float32(w_out.weight).square().mean(0)
+            w = w_out.weight
+            weights = of_weights(
+                "feature_weights",
+                [w],
+                lambda: at_least_float32(w).square().mean(0),
+            )
         else:
             return None
         return weights.unflatten(0, (self.nhead, self.head_dim))
@@ -464,7 +470,11 @@ class BFTLayer(nn.Module):
             signs = self.signs(like, 0).to(like.dtype)
             return squared_map(self.self_attn.out_proj, variance, signs)
         with torch.autocast(autocast_device(variance), enabled=False):
-            return variance @ at_least_float32(weight).square().mT
+            squares = of_weights(
+                *("squares", [weight]),
+                lambda: at_least_float32(weight).square(),
+            )
+            return variance @ squares.mT
 
     def _value_of_nothing(self, w_v: Tensor, b_v: Tensor | None) -> Tensor:
         """W_V β + b_V, (H_kv, 1, d_h): the value of a state of zeros.

@@ -142,9 +142,14 @@ def units(
     return value * u, [slope * u, value], [[bent, slope], [slope, None]]
 
 
-def _parts(x: Tensor | None, count: int, dim: int) -> Sequence:
-    """The gate's and the gated half, or the whole; of None, so many Nones."""
-    return [None] * count if x is None else x.chunk(count, dim)
+def _distances(
+    parts: Sequence[Tensor], shift: Tensor | None
+) -> Sequence[Tensor]:
+    """a − shift, of each of its parts."""
+    if shift is None:
+        return parts
+    centres = shift.chunk(len(parts))
+    return [x - s for x, s in zip(parts, centres, strict=True)]
 
 
 def _count(w_in: Tensor, w_out: Tensor) -> int:
@@ -208,10 +213,10 @@ def _linearised_feed_forward(
         value = value if keep is None else value.mul_(keep[r])
         torch.mm(value, w_out.mT, out=y[r])
         if radial:
-            value.zero_()
-            centres = _parts(shift, count, 0)
-            for p, part, s in zip(slopes, parts, centres, strict=True):
-                value.addcmul_(p, part if s is None else part - s)
+            distances = _distances(parts, shift)
+            torch.mul(slopes[0], distances[0], out=value)
+            for p, distance in zip(slopes[1:], distances[1:], strict=True):
+                value.addcmul_(p, distance)
             torch.mm(value, w_out.mT, out=outlier[r])
     return y, first, outlier, a
 
@@ -268,15 +273,15 @@ def linearised_feed_forward_grad(
             grad_product = grad_radial[r] @ w_out
             grad_value.add_(grad_product)
             value.zero_()
-            centres = _parts(shift, count, 0)
-            shifted = _parts(grad_shift if moved else None, count, 0)
-            for i, p in enumerate(slopes):
-                s = centres[i]
-                distance = parts[i] if s is None else parts[i] - s
+            distances = _distances(parts, shift)
+            for i, (p, distance) in enumerate(
+                zip(slopes, distances, strict=True)
+            ):
                 grad_slopes[i].addcmul_(grad_product, distance)
                 value.addcmul_(p, distance)
                 if moved:
-                    shifted[i].sub_((grad_product * p).sum(0))
+                    shifted = grad_shift.chunk(count)[i]
+                    shifted.sub_((grad_product * p).sum(0))
             grad_w_out.addmm_(grad_radial[r].mT, value)
         grad_a = torch.empty_like(a[r])
         for p, bends, g in zip(
