@@ -307,7 +307,7 @@ class BFTLayer(nn.Module):
             moments.dispersion,
             moments.n_eff.unsqueeze(-1),
             self._prior_scale(
-                w_v, moments.neighbour_variance, feature_weights
+                w_in, moments.neighbour_variance, feature_weights
             ),
             c.prior_dof,
             c.reading,
@@ -449,14 +449,20 @@ class BFTLayer(nn.Module):
         return weights.unflatten(0, (self.nhead, self.head_dim))
 
     def _prior_scale(
-        self, w_v: Tensor, neighbours: Tensor, feature_weights: Tensor | None
+        self, w_in: Tensor, neighbours: Tensor, feature_weights: Tensor | None
     ) -> Tensor:
         """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
-        if self.norm_first and self.norm1.weight is not None:
-            w_v = w_v * self.norm1.weight
-        g = at_least_float32(w_v).square().sum(-1)
-        g = g.unflatten(0, (-1, self.head_dim))
-        g = g.repeat_interleave(self.nhead // self.num_kv_heads, 0)
+        gamma = self.norm1.weight if self.norm_first else None
+
+        def squares() -> Tensor:
+            w_v = w_in[-self.num_kv_heads * self.head_dim :]
+            w_v = w_v if gamma is None else w_v * gamma
+            g = at_least_float32(w_v).square().sum(-1)
+            g = g.unflatten(0, (-1, self.head_dim))
+            return g.repeat_interleave(self.nhead // self.num_kv_heads, 0)
+
+        sizes = (self.nhead, self.num_kv_heads, self.head_dim)
+        g = of_weights(("prior_scale", *sizes), [w_in, gamma], squares)
         if feature_weights is not None:
             g = (g * feature_weights).sum(-1, True)
         return g.unsqueeze(-2) * neighbours.unsqueeze(-1)

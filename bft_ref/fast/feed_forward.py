@@ -113,15 +113,12 @@ def activated(
 
 
 HIDDEN_BLOCK = 2**18  # hidden units at a time on a CPU,
-LEAST_ROWS = 512  # but not fewer tokens
+LEAST_ROWS = 512  # but not fewer tokens,
+GATED_ROWS = 128  # where nothing is summed over them
 
 
-def _row_blocks(rows: int, width: int, device: torch.device):
-    step = (
-        max(HIDDEN_BLOCK // width, LEAST_ROWS)
-        if device.type == "cpu"
-        else rows
-    )
+def _row_blocks(rows: int, width: int, device: torch.device, least: int):
+    step = max(HIDDEN_BLOCK // width, least) if device.type == "cpu" else rows
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
@@ -140,6 +137,24 @@ def units(
     (u,) = rest
     bent = None if curve is None else curve * u
     return value * u, [slope * u, value], [[bent, slope], [slope, None]]
+
+
+def _at_once(
+    name: str, parts: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """:func:`units` without the Hessian, in fewer passes; no derivatives."""
+    a, *rest = parts
+    if not rest:
+        return units(name, parts)[:2]
+    (u,), aten = rest, torch.ops.aten
+    value = delta.ACTIVATIONS[name](a)
+    slope = {
+        "relu": lambda: aten.threshold_backward(u, a, 0),
+        "gelu": lambda: aten.gelu_backward(u, a),
+        "silu": lambda: aten.silu_backward(u, a),
+        "tanh": lambda: aten.tanh_backward(u, value),
+    }[name]()
+    return value * u, [slope, value]
 
 
 def _distances(
@@ -205,9 +220,10 @@ def _linearised_feed_forward(
     y = x.new_empty(len(x), len(w_out))
     first = x.new_zeros(len(x), columns.shape[1])
     outlier = x.new_empty(len(x) if radial else 0, len(w_out))
-    for r in _row_blocks(len(x), w_out.shape[1], x.device):
+    least = LEAST_ROWS if count == 1 else GATED_ROWS
+    for r in _row_blocks(len(x), w_out.shape[1], x.device, least):
         parts = a[r].chunk(count, 1)
-        value, slopes, _ = units(activation, parts)
+        value, slopes = _at_once(activation, parts)
         for p, m in zip(slopes, columns.chunk(count), strict=True):
             first[r].addmm_(p, m)
         value = value if keep is None else value.mul_(keep[r])
@@ -253,10 +269,13 @@ def linearised_feed_forward_grad(
             (shift, moved),
         ]
     )
-    for r in _row_blocks(len(x), w_out.shape[1], x.device):
+    for r in _row_blocks(len(x), w_out.shape[1], x.device, LEAST_ROWS):
         parts = a[r].chunk(count, 1)
-        bent = grad_first is not None
-        value, slopes, hessian = units(activation, parts, bent)
+        hessian: list[list[Tensor | None]] = [[]] * count
+        if grad_first is None:
+            value, slopes = _at_once(activation, parts)
+        else:
+            value, slopes, hessian = units(activation, parts, True)
         grad_value = grad_y[r] @ w_out
         if keep is not None:
             value.mul_(keep[r])
