@@ -132,9 +132,7 @@ def gradient_without_jacobian(
     gradients = []
     for gradient in (True, False):
         torch.manual_seed(seed)
-        config = BFTConfig(
-            granularity=granularity, jacobian_gradient=gradient
-        )
+        config = BFTConfig(granularity=granularity, jacobian_gradient=gradient)
         model = BFTEncoder(filter_layer(shape, config), 3)
         for weight in model.parameters():
             if weight.dim() > 1:  # layers of a stack start as copies
@@ -176,9 +174,7 @@ def run(options: Options) -> dict:
             "loss": loss,
             **gradient_without_jacobian(granularity, loss),
         }
-        for granularity, loss in product(
-            GRANULARITIES, ("mean", "precision")
-        )
+        for granularity, loss in product(GRANULARITIES, ("mean", "precision"))
     ]
     record = bench.recorded(
         *(rows, device, "float32", options.repeats, False),

@@ -285,9 +285,7 @@ def linearised_feed_forward_grad(
         if grad_first is not None:
             for p, g in zip(slopes, grad_columns.chunk(count), strict=True):
                 g.addmm_(p.mT, grad_first[r])
-            grad_slopes = [
-                grad_first[r] @ m.mT for m in columns.chunk(count)
-            ]
+            grad_slopes = [grad_first[r] @ m.mT for m in columns.chunk(count)]
         if grad_radial is not None:
             grad_product = grad_radial[r] @ w_out
             grad_value.add_(grad_product)
@@ -338,7 +336,9 @@ def _(x, w_in, b_in, w_out, columns, shift, keep, activation, radial):
 @linearised_feed_forward_grad.register_fake
 def _(gy, gf, gr, x, w_in, b_in, w_out, columns, shift, keep, a, activation):
     def like(y, given=True):
-        return x.new_empty(0) if y is None or not given else torch.empty_like(y)
+        return (
+            x.new_empty(0) if y is None or not given else torch.empty_like(y)
+        )
 
     return (
         *(like(x), like(w_in), like(b_in), like(w_out)),

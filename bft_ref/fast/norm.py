@@ -37,9 +37,7 @@ class Standardise(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, eps: float, centred: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
         shape = x.shape[-1:]
         if centred:
             z, _, inverse = torch.native_layer_norm(x, shape, None, None, eps)

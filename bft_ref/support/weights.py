@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bft_ref.support.derivatives import reverse_mode_only
 
 Found = TypeVar("Found")
 SAMPLE = 2**14  # entries of a weight that are held against what they were
-_found: Any = WeakTensorKeyDictionary()
+# by id: a weak reference to a tensor would keep it from being swapped
+_found: dict[int, dict[Hashable, tuple[list[tuple], Any]]] = {}
 
 
 def of_weights(
@@ -27,7 +27,8 @@ def of_weights(
     None, and on nothing else. Only parameters on a CPU are trusted to be the
     same as long as they are: an effective weight, which a parametrisation or
     an adapter makes anew, is not, nor what a tracer or autocast looks at.
-    What is remembered goes with the first weight, or when that is trained.
+    It is forgotten when the first of them is trained, or at the first new
+    find after that weight is gone.
 
     A weight is the same if it is the same tensor of the same memory, if
     PyTorch has counted no change, and if a sample of its entries, all of a
@@ -36,15 +37,23 @@ def of_weights(
     if torch.compiler.is_compiling():
         return compute()
     given = [w for w in weights if w is not None]
+    first = id(given[0])
     if not _lasting(given):
-        _found.pop(given[0], None)
+        _found.pop(first, None)
         return compute()
-    slots = _found.setdefault(given[0], {})
-    marks, found = slots.get(key, (None, None))
-    if marks is None or not _same(marks, given):
-        found = compute()
-        slots[key] = [_mark(w) for w in given], found
+    slots = _found.setdefault(first, {})
+    if key in slots and _same(slots[key][0], given):
+        return slots[key][1]
+    found = compute()
+    slots[key] = [_mark(w) for w in given], found
+    _forget_the_gone()
     return found
+
+
+def _forget_the_gone() -> None:
+    for first, slots in list(_found.items()):
+        if any(marks[0][0].expired() for marks, _ in slots.values()):
+            _found.pop(first, None)
 
 
 def _lasting(weights: Sequence[Tensor]) -> bool:
