@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import tyro
@@ -29,6 +30,8 @@ from bft_ref.rotary import rotate
 
 Granularity = Literal["token", "feature"]
 GRANULARITIES: tuple[Granularity, ...] = ("token", "feature")
+Loss = Literal["mean", "precision"]
+LOSSES: tuple[Loss, ...] = ("mean", "precision")
 VARIANTS = {
     f"{granularity}, {'with' if gradient else 'no'} gradient through J": (
         BFTConfig(granularity=granularity, jacobian_gradient=gradient)
@@ -48,12 +51,14 @@ class Shape(NamedTuple):
     width: int = 1536
 
 
+SMOLLM = Shape()
+
+
 @dataclass(frozen=True)
 class Options:
     """Time, memory and flops of the filter over a layer as Llama's."""
 
-    shape: Shape = Shape()
-    """B, T, d, heads, key/value heads, width of the network"""
+    shape: Shape = SMOLLM
     repeats: int = 9
     """timed steps"""
     threads: int = 0
@@ -121,7 +126,7 @@ def calls_of(shape: Shape) -> dict[str, timing.Call]:
 
 
 def gradient_without_jacobian(
-    granularity: Granularity, loss: Literal["mean", "precision"], seed: int = 0
+    granularity: Granularity, loss: Loss, seed: int = 0
 ) -> dict[str, float]:
     """Of all weights of three small layers, against the whole gradient.
 
@@ -169,23 +174,15 @@ def run(options: Options) -> dict:
     case = ",".join(map(str, options.shape))
     rows = bench.compared(case, calls, calls, device, options.repeats)
     gradients = [
-        {
-            "granularity": granularity,
-            "loss": loss,
-            **gradient_without_jacobian(granularity, loss),
-        }
-        for granularity, loss in product(GRANULARITIES, ("mean", "precision"))
+        {"granularity": granularity, "loss": loss}
+        | gradient_without_jacobian(granularity, loss)
+        for granularity, loss in product(GRANULARITIES, LOSSES)
     ]
     record = bench.recorded(
         *(rows, device, "float32", options.repeats, False),
         gradient_without_jacobian=gradients,
     )
-    for row in gradients:
-        print(
-            "without the gradient through J, {granularity}, loss of the "
-            "{loss}: cosine {cosine:.4f}, difference "
-            "{relative_difference:.3f}".format(**row)
-        )
+    print(pd.DataFrame(gradients).round(4).to_string(index=False))
     bench.write(record, options.json)
     return record
 

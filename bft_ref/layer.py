@@ -456,7 +456,8 @@ class BFTLayer(nn.Module):
 
         def squares() -> Tensor:
             w_v = w_in[-self.num_kv_heads * self.head_dim :]
-            w_v = w_v if gamma is None else w_v * gamma
+            if gamma is not None:
+                w_v = w_v * gamma
             g = at_least_float32(w_v).square().sum(-1)
             g = g.unflatten(0, (-1, self.head_dim))
             return g.repeat_interleave(self.nhead // self.num_kv_heads, 0)

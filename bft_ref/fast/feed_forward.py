@@ -64,8 +64,7 @@ def feed_forward_growth(
         ones = x.new_ones(*x.shape[:-1], w_out.shape[1]).flatten(0, -2)
         keep = torch.dropout(ones, dropout_p, True)
     output, j, radial, _ = linearised_feed_forward(
-        *(x.flatten(0, -2), w_in, b_in, w_out),
-        *(columns, shift, keep, name, exact),
+        x.flatten(0, -2), w_in, b_in, w_out, columns, shift, keep, name, exact
     )
     output, j = output.view(x.shape), j.view(*x.shape[:-1], -1)
     outlier = radial.view(x.shape) if exact else None

@@ -45,7 +45,9 @@ def test_the_gradient_is_almost_all_there_without_the_jacobian(
 
 def test_the_command_line(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    options = ["--shape", *map(str, SHAPE), "--repeats", "1"]
+    options = ["--repeats", "1"]
+    for name, size in SHAPE._asdict().items():
+        options += [f"--shape.{name.replace('_', '-')}", str(size)]
     assert bench.main([*options, "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     rows = {row["layer"]: row for row in record["rows"]}
