@@ -26,10 +26,10 @@ from bft_ref.recsys.data.errors import (
     DuplicateError,
     EmptyUserError,
     ItemRangeError,
-    MalformedLineError,
 )
 from bft_ref.recsys.data.sequences import MILLISECONDS, Sequences
 from bft_ref.support.checks import count
+from bft_ref.training.files import MalformedLineError
 
 
 def _sha256(path: Path) -> str:

@@ -39,15 +39,16 @@ from bft_ref.recsys.models import (
     RecommenderConfig,
     SASRecConfig,
 )
-from bft_ref.recsys.storage import as_fields, replacing, save
-from bft_ref.recsys.train.provenance import code_version, device_name
+from bft_ref.recsys.storage import as_fields, save
 from bft_ref.recsys.train.trainer import (
-    RunError,
     TrainConfig,
     asking,
     epochs_to_read,
     fit,
 )
+from bft_ref.training.checkpoint import RunError
+from bft_ref.training.files import replacing
+from bft_ref.training.provenance import code_version, device_name
 
 ABOUT = """Train a sequential recommender and rank the whole catalogue.
 
