@@ -1,10 +1,13 @@
 """Files that are whole or not there, of one's own and of the public's."""
 
+import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pooch
 
@@ -84,6 +87,37 @@ def fetch(
             "into a folder and set BFT_DATA to it, or go online."
         ) from error
     return Path(paths[0] if isinstance(paths, list) else paths)
+
+
+def _open(path: Path, **how) -> IO:
+    return (gzip.open if path.suffix == ".gz" else open)(path, **how)
+
+
+@contextmanager
+def text_file(path: Path) -> Iterator[IO[str]]:
+    """Text lines of a plain or gzipped UTF-8 file.
+
+    Raises: MalformedLineError for bytes that are no UTF-8 or no gzip.
+    """
+    try:
+        with _open(path, mode="rt", encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise MalformedLineError(
+            path, _first_undecodable(path), f"not UTF-8: {error.reason}"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise MalformedLineError(path, None, f"not gzip: {error}") from None
+
+
+def _first_undecodable(path: Path) -> int | None:
+    with _open(path, mode="rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return None
 
 
 @contextmanager
