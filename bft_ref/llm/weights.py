@@ -1,4 +1,4 @@
-"""A small Llama's weights: from the Hub or GGUF, checked; sizes of a larger."""
+"""A small Llama's weights, from the Hub or GGUF; the sizes of a larger one."""
 
 from collections.abc import Mapping
 from pathlib import Path

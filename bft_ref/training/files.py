@@ -1,13 +1,16 @@
 """Files that are whole or not there, of one's own and of the public's."""
 
 import gzip
+import json
 import os
+import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pooch
 
@@ -134,3 +137,17 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_json(content: Any, path: Path | None) -> None:
+    """Write JSON for people to read, to a file or, for None, to stdout."""
+    text = json.dumps(content, indent=1)
+    # One line for a list of numbers: thousands of lines help nobody.
+    text = re.sub(
+        r"\[[\s\d,.e+-]+\]", lambda m: re.sub(r"\s+", " ", m[0]), text
+    )
+    if path is None:
+        sys.stdout.write(text + "\n")
+        return
+    with replacing(path) as unfinished:
+        unfinished.write_text(text + "\n")
