@@ -23,7 +23,11 @@ from bft_ref.llm.finetune.adaptation import (
 )
 from bft_ref.llm.finetune.evaluate import answer, nll
 from bft_ref.llm.finetune.known import Known
-from bft_ref.llm.finetune.states import LowerStates, lower_states
+from bft_ref.llm.finetune.states import (
+    LowerStates,
+    fingerprint,
+    lower_states,
+)
 from bft_ref.llm.finetune.trainer import FineTuneConfig, fit
 from bft_ref.llm.qa.data import FILES
 from bft_ref.llm.qa.examples import Example, digest
@@ -244,6 +248,7 @@ def execute(run: FineTune) -> None:
         )
         for name in names
     }
+    wanted["weights"] = fingerprint(model, model.config.num_hidden_layers)
     wanted["examples"] = {name: digest(found[name]) for name in found}
     words = np.setdiff1d(
         np.arange(model.config.vocab_size), tokenizer.all_special_ids
