@@ -137,7 +137,7 @@ def read_gguf(path: str | Path) -> LlamaForCausalLM:
     config = _config(fields, tied="output.weight" not in names)
     heads = {
         "attn_q": config.num_attention_heads,
-        "attn_k": config.num_key_value_heads,
+        "attn_k": config.num_key_value_heads or config.num_attention_heads,
     }
     weights = {}
     for tensor in reader.tensors:

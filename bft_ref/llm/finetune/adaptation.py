@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from bft_ref.llm.finetune.known import Known, KnownPrecision
 from bft_ref.support import checks
 
 Variant = Literal["plain", "kalman", "constant", "gate", "tau_bias"]
@@ -80,15 +81,18 @@ class Scaled(nn.Module):
 
 
 def adapt(
-    model: LlamaForCausalLM,
+    model: Any,
     config: Adaptation,
     calibration: Sequence[Sequence[int]] = (),
+    *,
+    known: Known | None = None,
 ) -> LlamaForCausalLM:
     """The model with its upper layers as asked, they alone to be trained.
 
     ``calibration``: prompts of equal length, of the training data, on which
-    the gains are set. The given model is used up. Raises: ValueError for
-    more layers than the model has.
+    the gains are set; ``known``: what its precision is to be told. The given
+    model is used up. Raises: ValueError for more layers than the model has,
+    and for a precision to be told to a model without.
     """
     layers = model.config.num_hidden_layers
     if config.top > layers:
@@ -113,6 +117,13 @@ def adapt(
                 gain=config.gain,
                 rescale=True,
             )
+        if known is not None and known.role == "precision":
+            first = model.filters()[0]
+            first.initial_precision = KnownPrecision(first.initial_precision)
+    elif known is not None and known.role == "precision":
+        raise ValueError(
+            "known: expected a bias for a plain model, which has no precision"
+        )
     elif config.gain < 1:
         for i in upper:
             attention = model.model.layers[i].self_attn

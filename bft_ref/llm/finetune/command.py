@@ -21,6 +21,12 @@ from bft_ref.llm.finetune.adaptation import (
     is_precision,
     trained,
 )
+from bft_ref.llm.finetune.anatomy import (
+    by_layer,
+    by_passage,
+    precisions,
+    ranks_noise,
+)
 from bft_ref.llm.finetune.evaluate import answer, nll
 from bft_ref.llm.finetune.known import Known
 from bft_ref.llm.finetune.states import (
@@ -42,6 +48,7 @@ from bft_ref.training.provenance import (
 )
 
 VERSION = 1
+LOOK = 32  # prompts whose layers are looked into
 ABOUT = """Fine-tune SmolLM2's upper layers to answer questions on passages.
 
 Answers in training can be wrong, token by token, and the passage can stand
@@ -253,11 +260,23 @@ def execute(run: FineTune) -> None:
     words = np.setdiff1d(
         np.arange(model.config.vocab_size), tokenizer.all_special_ids
     )
-    labels, _ = qa.corrupt(
+    labels, wrong = qa.corrupt(
         found["train"], run.task.noise, words, seed=run.train.seed
     )
     torch.manual_seed(run.train.seed)
-    model = adapt(model, run.adaptation, calibration(found["train"]))
+    model = adapt(
+        model, run.adaptation, calibration(found["train"]), known=run.known
+    )
+    filters = run.adaptation.variant == "kalman"
+    some = range(min(LOOK, len(found["train"])))
+
+    def inside() -> dict[str, Any]:
+        layers = {}
+        if filters:
+            layers = by_layer(model, states["train"], some, run.known)
+        return {"parameters": precisions(model), **layers}
+
+    before = inside()
     prepared = time.process_time()
     history = fit(
         model,
@@ -282,10 +301,26 @@ def execute(run: FineTune) -> None:
             p.numel() for name, p in free.items() if is_precision(name)
         ),
         "history": history,
+        "before": before,
+        "after": inside(),
+        "ranks_noise": ranks_noise(
+            model,
+            states["train"],
+            labels,
+            wrong,
+            known=run.known,
+            filters=filters,
+        ),
     }
     for name in names:
-        if name != "train":
-            result[name] = _answers(model, tokenizer, states[name], run)
+        if name == "train":
+            continue
+        result[name] = _answers(model, tokenizer, states[name], run)
+        if filters and found[name][0].retrieved[1:]:
+            looked = range(min(LOOK, len(found[name])))
+            result[name]["by_passage"] = by_passage(
+                model, states[name], looked, run.known
+            )
     result |= {
         "cpu_seconds": {
             "prepare": round(prepared - began, 1),

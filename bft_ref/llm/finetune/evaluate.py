@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_calibration_error
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from bft_ref.llm.finetune.known import Known, logit_bias, widened
+from bft_ref.llm.finetune.known import Known, logit_bias, tell
 from bft_ref.llm.finetune.states import LowerStates, through
 from bft_ref.llm.qa.scores import score
 
@@ -105,7 +105,7 @@ def answer(
         )
         for i, line in zip(indices, tokens, strict=True):
             text = tokenizer.decode(line, skip_special_tokens=True)
-            texts[i] = text.strip().split("\n")[0].strip()
+            texts[i] = str(text).strip().split("\n")[0].strip()
     model.train(was)
     scores = score(texts, [each.accepted for each in states.examples])
     return Answers(
@@ -131,7 +131,8 @@ def answer_positions(
     states: LowerStates, indices: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Rows and columns of a batch whose states predict answers' tokens."""
-    rows, columns = [], []
+    rows: list[int] = []
+    columns: list[int] = []
     for row, i in enumerate(indices):
         example = states.examples[i]
         start = len(example.prompt) - 1
@@ -151,10 +152,11 @@ def upper(
     hidden = states.batch(indices)
     examples = [states.examples[i] for i in indices]
     length = hidden.shape[1]
+    tell(model, examples, length, known)
     out = through(
         model,
         range(states.cut, model.config.num_hidden_layers),
-        widened(model, hidden, examples, known),
+        hidden,
         torch.arange(length)[None],
         mask=logit_bias(examples, length, known),
         cache=cache,

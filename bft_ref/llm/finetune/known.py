@@ -8,11 +8,10 @@ layer, and stays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
 from bft_ref.llm.qa.examples import Example
 
@@ -69,13 +68,38 @@ def logit_bias(
     return bias.masked_fill(~seen, -torch.inf)
 
 
-def widened(
-    model: LlamaForCausalLM,
-    hidden: Tensor,
+class KnownPrecision(nn.Module):
+    """log τ as a model learns it, and what is known of the tokens beside it.
+
+    ``known`` (B, T) holds for the next calls of that many tokens; a token
+    that is decoded later has none. ``log_tau`` of the model stays learned.
+    """
+
+    def __init__(self, learned: nn.Module):
+        super().__init__()
+        self.learned = learned
+        self.known: Tensor | None = None
+
+    def forward(self, h: Tensor) -> Tensor:
+        """log τ, (B, T, 1)."""
+        log = self.learned(h)
+        if self.known is None or h.shape[1] == 1:
+            return log
+        return log.expand(*h.shape[:-1], log.shape[-1]) + self.known[..., None]
+
+
+def tell(
+    model: Any,
     examples: Sequence[Example],
+    length: int,
     known: Known | None,
-) -> Tensor:
-    """The hidden states, with log τ beside them where it is known."""
+) -> None:
+    """Tell a filter what is known of the tokens that it is called with."""
     if known is None or known.role != "precision":
-        return hidden
-    raise NotImplementedError  # until the model is here
+        return
+    first = model.filters()[0]
+    if not isinstance(first.initial_precision, KnownPrecision):
+        raise ValueError(
+            "known: expected a model that adapt made for known precisions"
+        )
+    first.initial_precision.known = log_tau(examples, length, known.strength)

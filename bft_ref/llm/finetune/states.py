@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,7 +211,7 @@ def _compute(
                 int(prompt_starts[-1]),
                 cut,
                 2,
-                config.num_key_value_heads,
+                config.num_key_value_heads or config.num_attention_heads,
                 model.model.layers[0].self_attn.head_dim,
             ),
         )
@@ -238,7 +239,7 @@ def _compute(
         if keys_values is None or cache is None:
             continue
         for layer in range(cut):
-            held = cache.layers[layer]
+            held: Any = cache.layers[layer]
             for side, x in enumerate((held.keys, held.values)):
                 for row, i in enumerate(indices):
                     place = slice(prompt_starts[i], prompt_starts[i + 1])
