@@ -77,7 +77,7 @@ class Task:
     train: int = 640  # Questions to train on.
     validation: int = 300  # Questions to choose by.
     test: int = 600  # Questions to judge by.
-    shifted: int = 400  # Questions of XQuAD, asked without distractors.
+    shifted: int = 300  # Questions of XQuAD, asked without distractors.
     max_prompt: int = 150  # Tokens of a prompt with gold alone, at most.
     max_answer: int = 9  # Tokens of an answer with the end of text, at most.
     split_seed: int = 0  # Of who is in which part.
@@ -217,9 +217,12 @@ def examples(
             found[f"{name} k={k}" if place else name] = asked(parts[name], k)
     if task.shifted:
         others = qa.split(
-            fitting("xquad"), {"shifted": task.shifted}, seed=task.split_seed
-        )["shifted"]
-        found["shifted"] = [qa.encode(tokenizer, q) for q in others]
+            fitting("xquad"),
+            {"shifted": task.shifted},
+            seed=task.split_seed,
+            one_a_passage=False,
+        )
+        found["shifted"] = [qa.encode(tokenizer, q) for q in others["shifted"]]
     return found
 
 

@@ -92,22 +92,27 @@ def split(
     sizes: Mapping[str, int],
     *,
     seed: int = 0,
+    one_a_passage: bool = True,
 ) -> dict[str, list[Question]]:
     """Disjoint parts of the questions, in an order that a seed draws.
 
-    No passage is in two parts: of the questions to one passage the first
-    stays. Raises: ValueError for more than there are.
+    ``one_a_passage``: of the questions to one passage the first stays, so
+    that no passage is in two parts. Raises: ValueError for more than there
+    are.
     """
-    once = list({q.passage: q for q in reversed(questions)}.values())[::-1]
-    if sum(sizes.values()) > len(once):
+    found = list(questions)
+    if one_a_passage:
+        found = list({q.passage: q for q in found[::-1]}.values())[::-1]
+    if sum(sizes.values()) > len(found):
+        own = ", each with a passage of its own" if one_a_passage else ""
         raise ValueError(
-            f"sizes: expected at most {len(once)} questions, each with a "
-            f"passage of its own, got {dict(sizes)}"
+            f"sizes: expected at most {len(found)} questions{own}, got "
+            f"{dict(sizes)}"
         )
-    order = np.random.default_rng(seed).permutation(len(once))
+    order = np.random.default_rng(seed).permutation(len(found))
     bounds = np.cumsum([0, *sizes.values()])
     return {
-        name: [once[i] for i in order[start:end]]
+        name: [found[i] for i in order[start:end]]
         for name, start, end in zip(
             sizes, bounds[:-1], bounds[1:], strict=True
         )
