@@ -155,7 +155,9 @@ def read_gguf(path: str | Path) -> LlamaForCausalLM:
     # what is not a parameter (the rotary frequencies) is not on meta
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     lacks = model.state_dict().keys() - weights.keys()
-    if lacks - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+    if config.tie_word_embeddings:
+        lacks.discard("lm_head.weight")
+    if lacks:
         raise ValueError(f"path: {path} lacks {', '.join(sorted(lacks))}")
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()

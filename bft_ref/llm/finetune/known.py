@@ -1,9 +1,9 @@
 """A retriever's score as known precision of a passage's tokens, or as a bias.
 
-Both say the same of a token: log τ = ``strength`` · log (score / best score)
-of its passage, 0 outside passages. As precision it is where the filter's
-belief starts; as a bias it is added to the attention logits of every upper
-layer, and stays.
+Both say the same of a token: log τ = ``strength`` · log (1 + s)/(1 + s_max), s
+its passage's score, s_max the best passage's; 0 outside passages. As precision
+it is where the filter's belief starts; as a bias it is added to the attention
+logits of every upper layer, and stays.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def log_tau(
     """
     found = torch.zeros(len(examples), length)
     for row, example in enumerate(examples):
-        if not example.retrieved or min(example.retrieved) <= 0:
+        if not example.retrieved or min(example.retrieved) < 0:
             raise ValueError(
-                f"examples: expected a retriever's scores > 0 in {example.id}"
+                f"examples: expected a retriever's scores in {example.id}"
                 f", got {example.retrieved}"
             )
-        scores = torch.tensor(example.retrieved)
+        scores = torch.tensor(example.retrieved).log1p()
         # the last is that of the passage −1, of no passage
-        of_passage = torch.cat([(scores / scores.max()).log(), scores[:1] * 0])
+        of_passage = torch.cat([scores - scores.max(), scores[:1] * 0])
         place = torch.tensor(example.passage_of)
         found[row, : len(place)] = strength * of_passage[place]
     return found
