@@ -99,11 +99,9 @@ def _set_noise(noise: LogParameter) -> Any:
 
 def _shift_initial(module: nn.Module) -> Any:
     """A function that moves log τ, and returns the log λ that comes of it."""
-    end = (
-        module.layers[-1].bias
-        if isinstance(module, MLPPrecision)
-        else (module.weight)
-    )
+    mlp = isinstance(module, MLPPrecision)
+    end = module.layers[-1].bias if mlp else module.weight
+    assert isinstance(end, Tensor)
 
     def set_it(log, carried, wanted, seen):
         shift = wanted - _median(log, seen)

@@ -248,6 +248,8 @@ class PlainLayer(BFTLlamaDecoderLayer):
 class ConstantLayer(PlainLayer):
     """One learned factor a layer in the gain's place."""
 
+    gain: LogParameter
+
     def add_parameters(self, size: int) -> None:
         self.gain = LogParameter(1, 1.0)
 
@@ -258,12 +260,13 @@ class ConstantLayer(PlainLayer):
 class GateLayer(PlainLayer):
     """σ(W h + b) for each feature: LiGR's gate, arXiv 2502.03417."""
 
+    gain: nn.Linear
+
     def add_parameters(self, size: int) -> None:
         self.gain = nn.Linear(self.d_model, self.d_model)
 
     def factor(self, h: Tensor) -> Tensor:
-        gate: nn.Module = self.gain
-        return torch.sigmoid(gate(h))
+        return torch.sigmoid(self.gain(h))
 
 
 class TauBiasLayer(PlainLayer):

@@ -19,6 +19,7 @@ from bft_ref.llm.layer import (
     LogParameter,
 )
 
+SPLIT = LlamaModel._no_split_modules
 #: log τ and log Q need more than the eight bits of bfloat16
 PRECISE = {"process_noise", "initial_precision"}
 
@@ -27,7 +28,7 @@ class BFTLlamaModel(LlamaModel):
     """A LlamaModel, some or all of whose layers filter."""
 
     config_class = BFTLlamaConfig
-    _no_split_modules = LlamaModel._no_split_modules + ["BFTLlamaDecoderLayer"]
+    _no_split_modules = [*SPLIT, "BFTLlamaDecoderLayer"]  # noqa: RUF012
     # these keep no precision
     _supports_flash_attn = False
     _supports_flex_attn = False
