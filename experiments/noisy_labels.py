@@ -8,7 +8,7 @@ runs go side by side; a file ``stop`` in --work ends it after the run at hand.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,8 @@ from bft_ref.llm.finetune.command import FineTune, Task, execute
 from bft_ref.llm.finetune.trainer import FineTuneConfig
 from experiments.runs import RESULTS, is_done, make
 
+#: a run by its name
+Named = tuple[str, FineTune]
 RATES: list[dict[str, Any]] = [{"lr": lr} for lr in (5e-5, 1e-4, 2e-4)]
 
 
@@ -119,7 +121,7 @@ def best_control(results: Path = RESULTS) -> str | None:
     return max(means, key=means.__getitem__)
 
 
-def runs(results: Path = RESULTS) -> Iterator[tuple[str, FineTune]]:
+def runs(results: Path = RESULTS) -> Iterator[Named]:
     """Every run that can be made by now, in the registered order."""
     for arm in FIRST:
         yield from trials(arm).items()
@@ -170,19 +172,45 @@ def main(
         arm: Only these; by default all.
         only_list: Say what is done and what is open.
     """
+    make_all(
+        lambda: (
+            each for each in runs(results) if not arm or _arm(each[0]) in arm
+        ),
+        work,
+        weights,
+        data_dir,
+        results,
+        only_list,
+    )
+
+
+def _arm(name: str) -> str:
+    return name.split("-p")[0].removeprefix("nq-")
+
+
+def make_all(
+    runs: Callable[[], Iterator[Named]],
+    work: Path,
+    weights: Path | None,
+    data_dir: Path | None,
+    results: Path,
+    only_list: bool,
+) -> None:
+    """Make the runs that are missing, or list them all.
+
+    ``runs`` is asked anew before each, since results decide on later ones.
+    """
     if only_list:
-        for name, run in runs(results):
+        for name, run in runs():
             done = is_done(results / f"{name}.json", run)
             print("done " if done else "open ", name)
         return
     work.mkdir(parents=True, exist_ok=True)
     tried: set[str] = set()
     while not (work / "stop").exists():
-        # anew each time: what is chosen, and what another process has made
-        for name, run in runs(results):
+        for name, run in runs():
             result = results / f"{name}.json"
-            wanted = not arm or name.split("-p")[0].removeprefix("nq-") in arm
-            if wanted and name not in tried and not is_done(result, run):
+            if name not in tried and not is_done(result, run):
                 break
         else:
             return

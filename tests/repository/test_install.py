@@ -25,10 +25,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 CONTRADICTS = "rectools"
 #: where a plugin has no name of its own, the option that it gives
 OPTIONS = {"pytest-xdist": '"-n"', "nbval": '"--nbval"'}
-NEEDS_RECOMMEND = (
-    *("recsys.data", "recsys.metrics", "recsys.recommend"),
-    *("recsys.storage", "recsys.train"),
-)
+NEEDS = {
+    "recommend": (
+        *("recsys.data", "recsys.metrics", "recsys.recommend"),
+        *("recsys.storage", "recsys.train", "training"),
+    ),
+    "llm": ("llm",),
+}
 IMPORT = """
 import importlib, sys
 
@@ -78,8 +81,9 @@ def importing(modules: list[str], extra: str | None):
     )
 
 
-def modules(parts: tuple[str, ...] | None) -> list[str]:
-    """The modules of these parts; None: of what needs no extra."""
+def modules(extra: str | None) -> list[str]:
+    """The modules that need an extra; None: those that need none."""
+    others = tuple(part for parts in NEEDS.values() for part in parts)
     found = []
     for info in pkgutil.walk_packages(bft_ref.__path__, "bft_ref."):
         name = info.name.removeprefix("bft_ref.")
@@ -87,23 +91,23 @@ def modules(parts: tuple[str, ...] | None) -> list[str]:
             continue
         if name.startswith("notebook"):
             continue
-        if name.startswith(NEEDS_RECOMMEND) == (parts is not None):
+        if extra is None and name.startswith(others):
+            continue
+        if extra is None or name.startswith(NEEDS[extra]):
             found.append(info.name)
     return found
 
 
-@pytest.mark.parametrize(
-    "parts, extra", [(None, None), (NEEDS_RECOMMEND, "recommend")]
-)
-def test_each_part_imports_with_its_extra_alone(parts, extra):
-    names = modules(parts)
+@pytest.mark.parametrize("extra", [None, *NEEDS])
+def test_each_part_imports_with_its_extra_alone(extra):
+    names = modules(extra)
     assert len(names) >= 8
     done = importing(names, extra)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_package_too_few_would_be_noticed():
-    done = importing(modules(NEEDS_RECOMMEND), None)
+    done = importing(modules("recommend"), None)
     assert done.returncode == 1
     assert "not installed" in done.stderr
 
