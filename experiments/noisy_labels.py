@@ -23,7 +23,7 @@ from experiments.runs import RESULTS, is_done, make
 
 #: a run by its name
 Named = tuple[str, FineTune]
-RATES: list[dict[str, Any]] = [{"lr": lr} for lr in (5e-5, 1e-4, 2e-4)]
+RATES: list[dict[str, Any]] = [{"lr": lr} for lr in (2e-4, 4e-4, 8e-4)]
 
 
 class Arm(NamedTuple):
@@ -41,9 +41,9 @@ ARMS = {
         PLAIN,
         {"loss": "focal"},
         [
-            {"lr": 1e-4, "gamma": 1.0},
-            {"lr": 1e-4, "gamma": 2.0},
-            {"lr": 2e-4, "gamma": 2.0},
+            {"lr": 4e-4, "gamma": 1.0},
+            {"lr": 4e-4, "gamma": 2.0},
+            {"lr": 8e-4, "gamma": 2.0},
         ],
     ),
     "filter": Arm(Adaptation(variant="kalman", gain=0.8)),
@@ -52,9 +52,9 @@ ARMS = {
         PLAIN,
         {},
         [
-            {"lr": 1e-4, "smoothing": 0.1},
-            {"lr": 1e-4, "smoothing": 0.2},
-            {"lr": 2e-4, "smoothing": 0.1},
+            {"lr": 4e-4, "smoothing": 0.1},
+            {"lr": 4e-4, "smoothing": 0.2},
+            {"lr": 8e-4, "smoothing": 0.1},
         ],
     ),
     "rescaled": Arm(Adaptation(gain=0.8)),

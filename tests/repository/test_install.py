@@ -34,8 +34,17 @@ NEEDS = {
 }
 IMPORT = """
 import importlib, sys
+from importlib import metadata
+
+from_name = metadata.Distribution.from_name
+
+def of_what_is_there(name):
+    if name.lower().replace("_", "-") in {without}:
+        raise metadata.PackageNotFoundError(name)
+    return from_name(name)
 
 # an import of it fails, and who looks for it finds none
+metadata.Distribution.from_name = of_what_is_there
 sys.modules.update(dict.fromkeys({absent}))
 for name in {modules}:
     importlib.import_module(name)
@@ -65,13 +74,13 @@ def installed_with(extra: str | None) -> set[str]:
 def importing(modules: list[str], extra: str | None):
     """Import in a new process, everything else out of sight."""
     there = installed_with(extra)
-    absent = {
-        top
-        for top, owners in importlib.metadata.packages_distributions().items()
-        if top != "bft_ref"
-        and not any(canonicalize_name(name) in there for name in owners)
-    }
-    code = IMPORT.format(absent=sorted(absent), modules=modules)
+    owners = importlib.metadata.packages_distributions()
+    names = {top: set(map(canonicalize_name, n)) for top, n in owners.items()}
+    absent = {t for t, n in names.items() if t != "bft_ref" and not n & there}
+    without = set().union(*names.values()) - there - {"bft-ref"}
+    code = IMPORT.format(
+        absent=sorted(absent), without=sorted(without), modules=modules
+    )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
