@@ -29,7 +29,7 @@ from torch import nn
 import bft_ref
 from bft_ref import BFTConfig, BFTLayer
 from bft_ref.notebook import timing
-from bft_ref.recsys.train.provenance import device_name
+from bft_ref.training.provenance import device_name
 
 CPU_CASES = ("128,50,64,2", "8,512,256,4", "1,4096,256,4")
 CUDA_CASES = ("128,50,64,2", "8,512,256,4", "1,4096,1024,16", "1,16384,256,4")
