@@ -2,6 +2,7 @@
 
 from bft_ref.notebook.facts import chapter, fact
 from bft_ref.notebook.figures import figure
+from bft_ref.notebook.schematic import schematic
 from bft_ref.notebook.sliders import SliderState, slider
 
-__all__ = ["SliderState", "chapter", "fact", "figure", "slider"]
+__all__ = ["SliderState", "chapter", "fact", "figure", "schematic", "slider"]
