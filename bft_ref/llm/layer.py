@@ -14,6 +14,7 @@ from bft_ref.layer import LayerTrace, Observation
 from bft_ref.llm.attention import BFTLlamaAttention
 from bft_ref.llm.config import BFTLlamaConfig
 from bft_ref.llm.widened import narrow, widen
+from bft_ref.support.derivatives import constant_unless
 from bft_ref.support.modules import apply, is_linear, is_watched
 from bft_ref.support.numerics import at_least_float32
 
@@ -77,7 +78,8 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
         if self.config.bft_initial_precision == "constant":
             return LogParameter(size, tau)
         made = MLPPrecision(self.d_model, size, initial=tau)
-        made.layers[-1].start = math.log(tau)
+        last: Any = made.layers[-1]
+        last.start = math.log(tau)
         return made
 
     def forward(
@@ -186,6 +188,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
                 norm=norm,
                 exact=exact,
                 token=token,
+                jacobian_gradient=c.jacobian_gradient,
             )
         (g, w_g), (u, w_u) = (apply(part, x) for part in parts[:2])
         a = torch.cat([g, u], -1)
@@ -202,7 +205,10 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
             step, slope, w_in, delta.tiled(w_d, True), radial
         )
         jacobian = delta.jacobian_trace if token else delta.jacobian_diag
-        return step, delta.log_square(1 + jacobian(ffn, norm, exact))
+        return step, constant_unless(
+            c.jacobian_gradient,
+            lambda: delta.log_square(1 + jacobian(ffn, norm, exact)),
+        )
 
 
 class PlainLayer(BFTLlamaDecoderLayer):
@@ -264,7 +270,7 @@ class ConstantLayer(PlainLayer):
 class GateLayer(PlainLayer):
     """σ(W h + b) for each feature: LiGR's gate, arXiv 2502.03417."""
 
-    gain: nn.Linear
+    gain: Any
 
     def add_parameters(self, size: int) -> None:
         self.gain = nn.Linear(self.d_model, self.d_model)

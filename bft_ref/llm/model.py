@@ -1,7 +1,7 @@
 """A Llama whose layers filter, for everything that transformers does."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from bft_ref.config import BFTConfig
 from bft_ref.llm.config import BFTLlamaConfig, Initial, Variant, changed
-from bft_ref.llm.layer import LAYERS, BFTLlamaDecoderLayer
+from bft_ref.llm.layer import LAYERS, BFTLlamaDecoderLayer, LogParameter
 
 SPLIT = LlamaModel._no_split_modules
 #: log τ and log Q need more than the eight bits of bfloat16
@@ -63,12 +63,11 @@ class BFTLlamaModel(LlamaModel):
         transformers asks the innermost model, so it cannot stand further out.
         """
         super()._init_weights(module)
-        start = getattr(module, "start", None)
-        if start is not None and isinstance(module, nn.Linear):
+        if isinstance(module, LogParameter):
+            init.constant_(module.weight, module.start)
+        elif isinstance(module, nn.Linear) and hasattr(module, "start"):
             init.zeros_(module.weight)
-            init.constant_(module.bias, start)
-        elif start is not None:
-            init.constant_(module.weight, start)
+            init.constant_(module.bias, cast(float, module.start))
 
 
 class BFTLlamaForCausalLM(LlamaForCausalLM):

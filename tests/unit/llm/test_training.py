@@ -58,6 +58,19 @@ def test_every_parameter_learns_but_the_last_noise(config):
         assert dead or value.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("options", [{}, {"mlp_bias": True}], ids=str)
+def test_the_growths_gradient_may_be_dropped(options):
+    ids, found = some_ids(), []
+    for kept in (True, False):
+        config = {**TOKEN, "jacobian_gradient": kept}
+        model = filtering(llama(**options), config).train()
+        found.append(gradients(model, ids))
+    assert found[0].keys() == found[1].keys()
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = (found[1][name] - found[0][name]).norm() / found[0][name].norm()
+    assert 1e-6 < change < 1
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @CONFIGS
 def test_checkpointing_has_the_same_gradients(config, use_reentrant):
