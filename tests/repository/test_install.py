@@ -24,7 +24,11 @@ EXTRAS = PROJECT["optional-dependencies"]
 #: RecTools pins what contradicts our own pins: its extra is not installed
 CONTRADICTS = "rectools"
 #: where a plugin has no name of its own, the option that it gives
-OPTIONS = {"pytest-xdist": '"-n"', "nbval": '"--nbval"'}
+OPTIONS = {
+    "accelerate": "TrainingArguments",
+    "nbval": '"--nbval"',
+    "pytest-xdist": '"-n"',
+}
 NEEDS = {
     "recommend": (
         *("recsys.data", "recsys.metrics", "recsys.recommend"),
