@@ -22,7 +22,6 @@ from tests.book.small import (
 # waits to be told in shorter steps: the list only shrinks.
 LONG: dict[str, set[str]] = {
     "03-kriging-and-attention": {"cell-12"},
-    "04-reml": {"c035"},
     "05-inverse-chi-square": {"c008", "c024"},
     "06-kalman-residual": {"06-017"},
     "07-delta-method": {"3d9bc0a0"},
