@@ -74,7 +74,8 @@ class BFTEncoder(nn.Module):
 
         Takes over sizes, activation, norm order and dropout. How visible the
         patch is at first is set by ``initial_precision`` and
-        ``config.process_noise``: a patch that cannot be seen cannot learn.
+        ``config.process_noise``: where nobody sees a patch SGD stalls, and
+        Adam may drift on noise.
         With the unit prior, τ → 0 and Q → ∞ a pre-norm encoder is the plain
         one. Post-norm gains tend to 1 too, but there λ̄ stays unequal, and in
         the weights, as each norm divides by a token's own scale after Q.
