@@ -34,7 +34,7 @@ Facts = dict[str, dict[str, Any]]
 #: Numbers in the digest of a plotted array; the first two are counts.
 DIGEST = 5
 NAME = re.compile(r"[a-z]\w*", re.ASCII | re.IGNORECASE)
-CHAPTER = re.compile(r"\d\d-[a-z0-9-]+|laboratory")
+CHAPTER = re.compile(r"\d\d-[a-z0-9-]+|laboratory|cookbook")
 
 
 class FactError(AssertionError):

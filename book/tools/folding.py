@@ -28,7 +28,9 @@ ANSWER = "# Your answer"
 SHOWN = ("Figure: ", "Slider: ", "Compute: ")
 TITLE = re.compile(r"# @title (\S.*)")
 SOLUTION = re.compile(r"Solution (\d+\.\d+)")
-CAPTION = re.compile(r"\*\*Figure (\d+|L)\.(\d+)\.\*\* \S.*[.?!]", re.DOTALL)
+CAPTION = re.compile(
+    r"\*\*Figure (\d+|[CL])\.(\d+)\.\*\* \S.*[.?!]", re.DOTALL
+)
 BEGINS_CAPTION = re.compile(r"(?m)^\*\*Figure\b")
 BOOKKEEPING = {"fact", "chapter"}
 FOLDED = ("hide-cell", "hide-input")
@@ -154,7 +156,7 @@ def caption_complaints(
 ) -> list[str]:
     """Figures and sliders without a caption beneath them, and its number.
 
-    ``chapter`` is "L" for the laboratory.
+    ``chapter`` is "L" for the laboratory, "C" for the cookbook.
     """
     found, due = [], 1
     beneath = set()

@@ -91,7 +91,7 @@ class Address:
 
 
 def notebooks(root: Path) -> list[Path]:
-    """The book's chapters and laboratory, and the template of a chapter."""
+    """The notebooks of the book, and the template of a chapter."""
     return sorted(
         path
         for name in ["*.ipynb", "template/*.ipynb"]

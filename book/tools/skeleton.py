@@ -28,7 +28,7 @@ def skeleton_complaints(notebook: NotebookNode, chapter: int) -> list[str]:
 
 
 def page_complaints(notebook: NotebookNode, begins: str) -> list[str]:
-    """Where a page departs from what chapters and laboratory share.
+    """Where a page departs from what chapters, laboratory and cookbook share.
 
     ``begins``: how its title does.
     """

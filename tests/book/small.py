@@ -13,9 +13,10 @@ from nbformat.v4 import (
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-#: Built like a chapter, but a page of its own kind: no exercises, no slider.
-LABORATORY = ROOT / "notebooks" / "laboratory.ipynb"
-NOTEBOOKS = [*CHAPTERS, LABORATORY]
+#: Built like chapters, but pages of their own kind: no exercises, no slider.
+#: By each the letter in place of a number, and how its title begins.
+APART = {"laboratory": ("L", "Laboratory"), "cookbook": ("C", "Cookbook")}
+NOTEBOOKS = [*CHAPTERS, *(ROOT / f"notebooks/{name}.ipynb" for name in APART)]
 TEMPLATE = ROOT / "notebooks" / "template" / "00-template.ipynb"
 each_notebook = pytest.mark.parametrize(
     "path", [*NOTEBOOKS, TEMPLATE], ids=lambda path: path.stem

@@ -9,7 +9,7 @@ from nbformat.v4 import new_output
 
 from book.tools import folding
 from tests.book.small import (
-    LABORATORY,
+    APART,
     NOTEBOOKS,
     TEMPLATE,
     book,
@@ -52,7 +52,8 @@ def test_the_reader_sees_the_story_and_not_the_proof(path: Path):
 @each_notebook
 def test_every_figure_has_its_caption(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    number = "L" if path == LABORATORY else int(path.stem[:2])
+    letter, _ = APART.get(path.stem, (None, None))
+    number = letter or int(path.stem[:2])
     assert folding.caption_complaints(notebook, number) == []
 
 

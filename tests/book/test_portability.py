@@ -8,7 +8,8 @@ import pytest
 from book.tools import portability, skeleton
 from book.tools.folding import ANSWER
 from tests.book.small import (
-    LABORATORY,
+    APART,
+    ROOT,
     book,
     code,
     each_chapter,
@@ -31,9 +32,11 @@ def test_has_the_shape_of_a_chapter(path: Path):
     assert skeleton.skeleton_complaints(notebook, number) == []
 
 
-def test_the_laboratory_has_the_shape_of_a_page():
-    notebook = nbformat.read(LABORATORY, as_version=4)
-    assert skeleton.page_complaints(notebook, "Laboratory") == []
+@pytest.mark.parametrize("name", APART)
+def test_what_is_no_chapter_has_the_shape_of_a_page(name: str):
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    assert skeleton.page_complaints(notebook, APART[name][1]) == []
     (found,) = skeleton.page_complaints(notebook, "16 ")
     assert "expected a title '# 16 …'" in found
 
