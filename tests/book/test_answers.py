@@ -1,13 +1,16 @@
 """Stored answers are read and compared as worked out by hand."""
 
+import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 
 from bft_ref.notebook import answers, results
+from tests.book.small import ROOT
 
 F1 = {
     "nq-sft-p0.3-s1": [0.0, 0.5, 1.0, 0.5],
@@ -65,3 +68,29 @@ def test_a_difference_pairs_questions_and_seeds():
 def test_without_a_common_seed_there_is_no_estimate():
     assert answers.estimate("sft", "filter-mlp", 0.0) is None
     assert answers.estimate("gate") is None
+
+
+def test_chapter_16_makes_a_registered_run_again():
+    """Its command, parsed; the cell itself is not executed."""
+    line = pytest.importorskip("bft_ref.llm.finetune.command")
+    registered = pytest.importorskip("experiments.noisy_labels")
+    path = ROOT / "notebooks/16-noisy-labels.ipynb"
+    (source,) = [
+        cell.source
+        for cell in nbformat.read(path, as_version=4).cells
+        if "command = (" in cell.source
+    ]
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+    }
+    assert values["again"] is False
+    start = "python -m bft_ref.llm.finetune "
+    assert values["command"].startswith(start)
+    run = line.parse(values["command"].removeprefix(start).split())
+    assert run.output == Path("again.json")
+    arm = registered.ARMS["filter"]
+    assert run.adaptation == arm.adaptation
+    assert run.task.noise == registered.NOISE
+    assert {"lr": run.train.lr} in arm.trials
