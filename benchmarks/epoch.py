@@ -22,7 +22,7 @@ from bft_ref import BFTConfig
 from bft_ref.recsys.data import Sequences, load, simulate
 from bft_ref.recsys.models import SASRecConfig
 from bft_ref.recsys.train import TrainConfig, fit
-from bft_ref.recsys.train.provenance import device_name
+from bft_ref.training.provenance import device_name
 
 ARMS = {
     "feature": BFTConfig(),

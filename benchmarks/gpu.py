@@ -27,7 +27,7 @@ from bft_ref import BFTConfig
 from bft_ref.recsys.data import simulate
 from bft_ref.recsys.models import SASRecConfig
 from bft_ref.recsys.train import TrainConfig, fit
-from bft_ref.recsys.train.provenance import code_version, device_name
+from bft_ref.training.provenance import code_version, device_name
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_LIMIT = 300  # seconds

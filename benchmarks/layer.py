@@ -29,7 +29,7 @@ from torch import nn
 import bft_ref
 from bft_ref import BFTConfig, BFTLayer
 from bft_ref.notebook import timing
-from bft_ref.recsys.train.provenance import device_name
+from bft_ref.training.provenance import device_name
 
 CPU_CASES = ("128,50,64,2", "8,512,256,4", "1,4096,256,4")
 CUDA_CASES = ("128,50,64,2", "8,512,256,4", "1,4096,1024,16", "1,16384,256,4")
@@ -130,6 +130,19 @@ def measure(
 ) -> list[Measurement]:
     """Every layer at the shape ``case`` = "B,T,d,heads"."""
     calls = layers(case, device, dtype, variants, compiled)
+    # a compiler's own kernels are not counted: the products are those of eager
+    eager = layers(case, device, dtype, variants, False) if compiled else calls
+    return compared(case, calls, eager, device, repeats)
+
+
+def compared(
+    case: str,
+    calls: dict[str, timing.Call],
+    eager: dict[str, timing.Call],
+    device: torch.device,
+    repeats: int,
+) -> list[Measurement]:
+    """Every call over ``standard``; products are counted in ``eager``."""
     times: dict[str, tuple[list[float], list[float]]] = {
         name: ([], []) for name in calls
     }
@@ -144,8 +157,6 @@ def measure(
         name: timing.peak_memory(partial(timing.training, call), device)
         for name, call in calls.items()
     }
-    # a compiler's own kernels are not counted: the products are those of eager
-    eager = layers(case, device, dtype, variants, False) if compiled else calls
     work = {
         name: timing.flops(partial(timing.training, call))
         for name, call in eager.items()
@@ -229,23 +240,40 @@ def run(options: Options) -> dict:
             *(case, device, getattr(torch, dtype), options.repeats),
             compiled=options.compile,
         )
+    record = recorded(rows, device, dtype, options.repeats, options.compile)
+    write(record, options.json)
+    if options.plot is not None:
+        plot(rows, options.plot)
+    return record
+
+
+def recorded(
+    rows: list[Measurement],
+    device: torch.device,
+    dtype: str,
+    repeats: int,
+    compiled: bool,
+    **more,
+) -> dict:
+    """Print the measurements; the record, with what they were made by."""
     provenance = {
         "device": device_name(device),
         "dtype": dtype,
         "torch": torch.__version__,
         "bft_ref": bft_ref.__version__,
-        "repeats": options.repeats,
-        "compile": options.compile,
+        "repeats": repeats,
+        "compile": compiled,
     }
     console = Console()
     console.print(", ".join(f"{k} {v}" for k, v in provenance.items()))
     console.print(report(rows))
-    record = {**provenance, "rows": [asdict(r) for r in rows]}
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot is not None:
-        plot(rows, options.plot)
-    return record
+    return {**provenance, "rows": [asdict(r) for r in rows], **more}
+
+
+def write(record: dict, path: Path | None) -> None:
+    """As JSON, if there is a path."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -56,6 +56,8 @@ class BFTConfig:
     implementation: Implementation = "auto"
     #: False drops the gradient through n_eff, which is cheaper
     n_eff_gradient: bool = True
+    #: False drops the gradient through J, which then costs little in training
+    jacobian_gradient: bool = True
 
     def __post_init__(self):
         checks.typed(self)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bft_ref.support import checks
-from bft_ref.support.derivatives import jvp
+from bft_ref.support.derivatives import constant_unless, jvp
 from bft_ref.support.modules import is_watched
 from bft_ref.support.numerics import at_least_float32, shrink
 
@@ -290,9 +290,11 @@ def feed_forward_jacobian(
     norm: Normalised | None = None,
     exact: bool = True,
     token: bool = False,
+    jacobian_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The output, and :func:`jacobian_diag` or (``token``) the trace.
 
+    Without ``jacobian_gradient`` the latter is a constant of any derivative.
     Shapes: ``x`` (..., d), weights as :func:`feed_forward` → (..., d), and
     (..., d) or (..., 1).
     """
@@ -302,7 +304,9 @@ def feed_forward_jacobian(
         norm if exact else None,
     )
     jacobian = jacobian_trace if token else jacobian_diag
-    return ffn.output, jacobian(ffn, norm, exact)
+    return ffn.output, constant_unless(
+        jacobian_gradient, lambda: jacobian(ffn, norm, exact)
+    )
 
 
 def feed_forward_growth(*arguments, **options) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from bft_ref.support.numerics import (
     log_mean_exp,
 )
 from bft_ref.support.transplant import keep_process_noise, layer_like
+from bft_ref.support.weights import of_weights
 
 
 class Observation(NamedTuple):
@@ -306,7 +307,7 @@ class BFTLayer(nn.Module):
             moments.dispersion,
             moments.n_eff.unsqueeze(-1),
             self._prior_scale(
-                w_v, moments.neighbour_variance, feature_weights
+                w_in, moments.neighbour_variance, feature_weights
             ),
             c.prior_dof,
             c.reading,
@@ -437,20 +438,32 @@ class BFTLayer(nn.Module):
             like = at_least_float32(attn.in_proj_weight)
             weights = like.new_full((self.d_model,), 1 / self.d_model)
         elif is_linear(w_out):
-            weights = at_least_float32(w_out.weight).square().mean(0)
+            w = w_out.weight
+            weights = of_weights(
+                "feature_weights",
+                [w],
+                lambda: at_least_float32(w).square().mean(0),
+            )
         else:
             return None
         return weights.unflatten(0, (self.nhead, self.head_dim))
 
     def _prior_scale(
-        self, w_v: Tensor, neighbours: Tensor, feature_weights: Tensor | None
+        self, w_in: Tensor, neighbours: Tensor, feature_weights: Tensor | None
     ) -> Tensor:
         """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
-        if self.norm_first and self.norm1.weight is not None:
-            w_v = w_v * self.norm1.weight
-        g = at_least_float32(w_v).square().sum(-1)
-        g = g.unflatten(0, (-1, self.head_dim))
-        g = g.repeat_interleave(self.nhead // self.num_kv_heads, 0)
+        gamma = self.norm1.weight if self.norm_first else None
+
+        def squares() -> Tensor:
+            w_v = w_in[-self.num_kv_heads * self.head_dim :]
+            if gamma is not None:
+                w_v = w_v * gamma
+            g = at_least_float32(w_v).square().sum(-1)
+            g = g.unflatten(0, (-1, self.head_dim))
+            return g.repeat_interleave(self.nhead // self.num_kv_heads, 0)
+
+        sizes = (self.nhead, self.num_kv_heads, self.head_dim)
+        g = of_weights(("prior_scale", *sizes), [w_in, gamma], squares)
         if feature_weights is not None:
             g = (g * feature_weights).sum(-1, True)
         return g.unsqueeze(-2) * neighbours.unsqueeze(-1)
@@ -464,7 +477,11 @@ class BFTLayer(nn.Module):
             signs = self.signs(like, 0).to(like.dtype)
             return squared_map(self.self_attn.out_proj, variance, signs)
         with torch.autocast(autocast_device(variance), enabled=False):
-            return variance @ at_least_float32(weight).square().mT
+            squares = of_weights(
+                *("squares", [weight]),
+                lambda: at_least_float32(weight).square(),
+            )
+            return variance @ squares.mT
 
     def _value_of_nothing(self, w_v: Tensor, b_v: Tensor | None) -> Tensor:
         """W_V β + b_V, (H_kv, 1, d_h): the value of a state of zeros.

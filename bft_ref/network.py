@@ -10,7 +10,7 @@ from torch import Tensor
 from bft_ref import delta, jacobian_estimates
 from bft_ref.belief import Belief
 from bft_ref.support import checks
-from bft_ref.support.derivatives import jvp
+from bft_ref.support.derivatives import constant_unless, jvp
 from bft_ref.support.modules import apply, apply_norm, is_linear, warn_unknown
 from bft_ref.support.numerics import at_least_float32
 
@@ -43,18 +43,24 @@ def step_and_growth(
             *(layer.linear1.weight, layer.linear1.bias),
             *(layer.linear2.weight, layer.linear2.bias),
             *(layer.activation, layer.gated, layer.thinning),
-            *(norm, exact, token),
+            *(norm, exact, token, c.jacobian_gradient),
         )
     step, ffn = _through_modules(layer, x, norm)
     if ffn is None:
         return step, _estimated(layer, belief)[1]
     if closed:
         jacobian = delta.jacobian_trace if token else delta.jacobian_diag
-        return step, delta.log_square(1 + jacobian(ffn, norm, exact))
-    return step, _growth(
-        layer,
-        belief,
-        lambda v: jacobian_estimates.jacobian_product(ffn, v, norm),
+        return step, constant_unless(
+            c.jacobian_gradient,
+            lambda: delta.log_square(1 + jacobian(ffn, norm, exact)),
+        )
+    return step, constant_unless(
+        c.jacobian_gradient,
+        lambda: _growth(
+            layer,
+            belief,
+            lambda v: jacobian_estimates.jacobian_product(ffn, v, norm),
+        ),
     )
 
 
@@ -116,5 +122,10 @@ def _estimated(layer: "BFTLayer", belief: Belief) -> tuple[Tensor, Tensor]:
         steps.append(step)
         return at_least_float32(along)
 
-    log_growth = _growth(layer, belief, product)
+    gradient = layer.config.jacobian_gradient
+    if not gradient:  # the step has one all the same
+        steps.append(network(mean))
+    log_growth = constant_unless(
+        gradient, lambda: _growth(layer, belief, product)
+    )
     return steps[0], log_growth

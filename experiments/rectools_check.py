@@ -30,9 +30,10 @@ from bft_ref.recsys.metrics import Ranking
 from bft_ref.recsys.models import SASRecConfig
 from bft_ref.recsys.recommend import Service, as_columns
 from bft_ref.recsys.rectools import BFTBackbone, BFTTransformerLayers
-from bft_ref.recsys.storage import as_fields, replacing
+from bft_ref.recsys.storage import as_fields
 from bft_ref.recsys.train import TrainConfig, fit
-from bft_ref.recsys.train.provenance import code_version, device_name
+from bft_ref.training.files import replacing
+from bft_ref.training.provenance import code_version, device_name
 
 OUTPUT = Path(__file__).parents[1] / "results" / "external"
 K = 10

@@ -1,7 +1,8 @@
 """An experiment's runs: each in a process of its own, gone on with if stopped.
 
-A run is what the command line of ``bft_ref.recsys.train`` would make of its
-options; :func:`line` says which.
+A run is what a command line would make of its options, that of
+``bft_ref.recsys.train`` or of ``bft_ref.llm.finetune``; :func:`line` says
+which of the first.
 """
 
 import json
@@ -9,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from shutil import copyfile
@@ -25,7 +26,7 @@ from bft_ref.recsys.train.command import Run, Train, execute
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def is_done(path: Path, run: Run) -> bool:
+def is_done(path: Path, run: Any) -> bool:
     """Whether its file is here, with test items where they are asked for."""
     if not path.is_file():
         return False
@@ -33,11 +34,17 @@ def is_done(path: Path, run: Run) -> bool:
     return split in json.loads(path.read_text("utf8"))
 
 
-def make(run: Run, result: Path, work: Path, data_dir: Path | None) -> bool:
+def make(
+    run: Any,
+    result: Path,
+    work: Path,
+    data_dir: Path | None,
+    execute: Callable[[Any], None] = execute,
+) -> bool:
     """Make one run, unless another process has it in hand; whether it was.
 
     Its checkpoint and its log are in ``work``; ``result`` is written when it
-    has ended well.
+    has ended well. ``execute`` does what the run asks for.
     """
     name = result.stem
     try:
@@ -47,11 +54,11 @@ def make(run: Run, result: Path, work: Path, data_dir: Path | None) -> bool:
             output = work / f"{name}.json"
             output.unlink(missing_ok=True)  # of another run, or without test
             run = replace(run, output=output, quiet=True, data_dir=data_dir)
-            if isinstance(run, Train):
+            if hasattr(run, "checkpoint"):
                 run = replace(run, checkpoint=work / f"{name}.pt")
             # as a fresh interpreter: its memory is the run's own
             process = multiprocessing.get_context("spawn").Process(
-                target=_logged, args=(run, work / f"{name}.log")
+                target=_logged, args=(execute, run, work / f"{name}.log")
             )
             process.start()
             process.join()
@@ -65,7 +72,7 @@ def make(run: Run, result: Path, work: Path, data_dir: Path | None) -> bool:
         return False
 
 
-def _logged(run: Run, log: Path) -> None:
+def _logged(execute: Callable[[Any], None], run: Any, log: Path) -> None:
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())

@@ -230,12 +230,10 @@ def _by_columns(
     """Everything as value columns of one pass over the weights."""
     neighbours, weights, centre, is_causal, dropout_p = options
     groups = query.shape[1] // key.shape[1]
-    key = repeat_heads(key, groups)
     middle = at_least_float32(
         centre if centre is not None else _first_seen(value, masks)
     )
     (u,) = saturate(at_least_float32(value) - middle)
-    u = repeat_heads(u, groups)
 
     def squares_of(u):
         if weights is None:
@@ -243,20 +241,30 @@ def _by_columns(
         w = weights.to(u.dtype).unsqueeze(-2)
         return (u.square() * w).sum(-1, True)
 
-    columns = [u, squares_of(u)]
+    def of_group(x):
+        return x.unsqueeze(2).expand(-1, -1, groups, -1, -1)
+
+    def second_of(u):
+        """v² of the values of a group, weighed head by head."""
+        if weights is None or groups == 1:
+            return of_group(squares_of(u))
+        w = weights.to(u.dtype).unflatten(0, (-1, groups))
+        return (w @ u.square().mT).unsqueeze(-1)
+
+    columns = [of_group(u), second_of(u)]
     if neighbours is not None:
         c = at_least_float32(neighbours)[:, None, :, None]
-        columns.append(c.expand(-1, u.shape[1], -1, -1))
+        columns.append(of_group(c.expand(-1, u.shape[1], -1, -1)))
     widths = [x.shape[-1] for x in columns]
     d, thinned = widths[0], 0
     if dropout_p > 0:  # the mean alone, and how much of the centre is in it
-        columns = [u, torch.ones_like(u[..., :1]), *columns]
+        columns = [columns[0], of_group(torch.ones_like(u[..., :1])), *columns]
         thinned = d + 1
     inputs = (query, key, log_precision)
     seen = (masks, is_causal)
     out, sharing = kernel(
         *inputs,
-        torch.cat(columns, -1),
+        torch.cat(columns, -1).flatten(1, 2),
         *seen,
         dropout_p=dropout_p,
         thinned=thinned,
@@ -268,7 +276,7 @@ def _by_columns(
 
     def in_float64(rows):
         v = u.double()
-        pair = torch.cat([v, squares_of(v)], -1)
+        pair = torch.cat([of_group(v), second_of(v)], -1).flatten(1, 2)
         again, _ = kernel(*inputs, pair, *seen, rows=rows)
         first, second = again.tensor_split([v.shape[-1]], -1)
         return second - squares_of(first)
@@ -318,7 +326,7 @@ def _chunked(
     query, key = saturate(at_least_float32(query), at_least_float32(key))
     q = torch.cat([query, torch.ones_like(query[..., :1])], -1)
     b = (bias / scale)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
-    k = torch.cat([key, b], -1)
+    k = _for_each(query, torch.cat([key, b], -1))
     out, squares, _ = weighted_columns(
         *(x.flatten(0, 1) for x in (q, k, columns)),
         is_causal,
@@ -340,6 +348,7 @@ def _flex(query, key, bias, columns, masks, is_causal, **_):
     hidden = masks[0][:, 0, 0] if masks else None
     # squares leave float16, whose largest number is 65504
     kind = torch.float32 if query.dtype == torch.float16 else query.dtype
+    key = _for_each(query, key)
     query, key, columns = (x.to(kind) for x in (query, key, columns))
 
     def score(score, b, h, q_index, k_index):
@@ -366,6 +375,11 @@ def _flex(query, key, bias, columns, masks, is_causal, **_):
     return at_least_float32(out), torch.where(
         empty, 0.0, (lse2 - 2 * lse).exp()
     )
+
+
+def _for_each(query: Tensor, key: Tensor) -> Tensor:
+    """The keys of each head of the queries."""
+    return repeat_heads(key, query.shape[1] // key.shape[1])
 
 
 @cache

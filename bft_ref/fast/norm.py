@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm with their scale, by PyTorch's kernels."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bft_ref import delta
@@ -24,31 +23,31 @@ def normalise(
     if reverse_mode_only(x):
         return delta.normalise(x, gamma, beta, eps, centred)
     w, power = shrink(at_least_float32(x))
-    if centred:
-        z, scale = LayerNorm.apply(w, eps)
-    else:
-        scale = (w.square().mean(-1, keepdim=True) + eps).sqrt()
-        z = F.rms_norm(w, w.shape[-1:], eps=eps)
+    z, scale = Standardise.apply(w, eps, centred)
     scale = scale if power is None else scale * power
     return delta.Normalised(z, scale, gamma, beta, centred)
 
 
-class LayerNorm(torch.autograd.Function):
-    """z = (x − mean)/ς and ς, (..., 1), of which z alone is kept.
+class Standardise(torch.autograd.Function):
+    """z = (x − mean)/ς and ς, or x/r and r, (..., 1), of which z is kept.
 
-    ∂ς/∂x = z/d, and ∂z/∂x takes off the parts along 1 and along z.
+    ∂ς/∂x = z/d, and ∂z/∂x takes off the part along z, and that along 1.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
         shape = x.shape[-1:]
-        z, _, inverse = torch.native_layer_norm(x, shape, None, None, eps)
-        return z, inverse.reciprocal()
+        if centred:
+            z, _, inverse = torch.native_layer_norm(x, shape, None, None, eps)
+            return z, inverse.reciprocal()
+        scale = (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        return x / scale, scale
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        ctx.centred = inputs[2]
         ctx.save_for_backward(*output)
 
     @staticmethod
@@ -56,5 +55,7 @@ class LayerNorm(torch.autograd.Function):
         z, scale = ctx.saved_tensors
         along = (grad_z * z).mean(-1, keepdim=True)
         along = along / scale - grad_scale / z.shape[-1]
-        across = grad_z - grad_z.mean(-1, keepdim=True)
-        return torch.addcmul(across / scale, z, along, value=-1), None
+        across = grad_z
+        if ctx.centred:
+            across = grad_z - grad_z.mean(-1, keepdim=True)
+        return torch.addcmul(across / scale, z, along, value=-1), None, None

@@ -30,10 +30,10 @@ from bft_ref.recsys.data import (
 from bft_ref.recsys.data.sequences import SplitName
 from bft_ref.recsys.metrics import membership, paired_bootstrap
 from bft_ref.recsys.models import SASRecConfig
-from bft_ref.recsys.storage import replacing
 from bft_ref.recsys.train import TrainConfig, fit
 from bft_ref.recsys.train.batches import windows
 from bft_ref.support.checks import choice, count
+from bft_ref.training.files import replacing
 
 Rival = Literal["tau-bias", "constant", "ligr"]
 Size = Literal["short", "full"]

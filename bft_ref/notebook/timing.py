@@ -122,18 +122,19 @@ def _columns_grad_flop(
 
 @register_flop_formula(torch.ops.bft_ref.linearised_feed_forward)
 def _ffn_flop(
-    x, w_in, b, w_out, columns, shift, *args, out_shape=None, **kwargs
+    x, w_in, b, w_out, columns, s, k, act, radial, out_shape=None, **kwargs
 ) -> int:
-    (r, d), f, c = x, w_in[0], columns[1]
-    return 2 * r * f * (2 * d + c + (0 if shift is None else d))
+    (r, d), hidden, f, c = x, w_in[0], w_out[1], columns[1]
+    return 2 * r * (hidden * (d + c) + f * d * (2 if radial else 1))
 
 
 @register_flop_formula(torch.ops.bft_ref.linearised_feed_forward_grad)
 def _ffn_grad_flop(
-    gy, gf, gr, x, w_in, w_out, columns, shift, *args, out_shape=None, **kwargs
+    gy, gf, gr, x, w_in, b, w_out, columns, *args, out_shape=None, **kwargs
 ) -> int:
-    (r, d), f, c = x, w_in[0], columns[1]
-    return 2 * r * f * (4 * d + 2 * c + (0 if shift is None else 2 * d))
+    (r, d), hidden, f, c = x, w_in[0], w_out[1], columns[1]
+    first = 0 if gf is None else hidden * c
+    return 4 * r * (hidden * d + first + f * d * (1 if gr is None else 2))
 
 
 @register_flop_formula(

@@ -96,6 +96,7 @@ LATER_FILTER = {
     "innovation": "increment",
     "dynamics": "random_walk",
     "stationary_variance": 1.0,
+    "jacobian_gradient": True,
 }
 LATER_TRAIN = {"noise_prior_sd": 0.0}
 

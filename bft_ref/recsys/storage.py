@@ -1,9 +1,7 @@
 """Configurations as JSON, and a recommender in one file, with a version."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -17,6 +15,7 @@ from torch import Tensor
 from bft_ref.recsys.fields import VERSION, of_storage, readable
 from bft_ref.recsys.models import MODELS, Recommender, build
 from bft_ref.support import checks
+from bft_ref.training.files import replacing
 
 Config = TypeVar("Config")
 KIND = "bft_ref recommender"
@@ -184,19 +183,3 @@ def _read(path: Path, part: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             }
     except SafetensorError as error:
         raise ValueError(f"{expected} cannot be read") from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write to, which takes the place of ``path`` in the end.
-
-    A failure leaves what was there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        yield unfinished
-        # Renaming is atomic: a kill leaves the old file or the new one.
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -1,10 +1,14 @@
 """Forward mode, and where hand-written backward passes cannot go."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
+
+Found = TypeVar("Found")
 
 
 def jvp(
@@ -53,3 +57,14 @@ def reverse_mode_only(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or any(
         forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
+
+
+def constant_unless(gradient: bool, compute: Callable[[], Found]) -> Found:
+    """``compute()``; of tensors that no derivative sees unless ``gradient``.
+
+    Neither in reverse mode, where it then keeps nothing, nor in forward mode.
+    """
+    if gradient:
+        return compute()
+    with torch.no_grad():
+        return tree_map_only(Tensor, Tensor.detach, compute())

@@ -25,19 +25,27 @@ EXTRAS = PROJECT["optional-dependencies"]
 CONTRADICTS = "rectools"
 #: where a plugin has no name of its own, the option that it gives
 OPTIONS = {"pytest-xdist": '"-n"', "nbval": '"--nbval"'}
-NEEDS_RECOMMEND = (
-    *("recsys.data", "recsys.metrics", "recsys.recommend"),
-    *("recsys.storage", "recsys.train"),
-)
+NEEDS = {
+    "recommend": (
+        *("recsys.data", "recsys.metrics", "recsys.recommend"),
+        *("recsys.storage", "recsys.train", "training"),
+    ),
+    "llm": ("llm",),
+}
 IMPORT = """
 import importlib, sys
+from importlib import metadata
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {absent}:
-            raise ModuleNotFoundError(f"not installed: {{name}}", name=name)
+from_name = metadata.Distribution.from_name
 
-sys.meta_path.insert(0, Absent())
+def of_what_is_there(name):
+    if name.lower().replace("_", "-") in {without}:
+        raise metadata.PackageNotFoundError(name)
+    return from_name(name)
+
+# an import of it fails, and who looks for it finds none
+metadata.Distribution.from_name = of_what_is_there
+sys.modules.update(dict.fromkeys({absent}))
 for name in {modules}:
     importlib.import_module(name)
 """
@@ -66,20 +74,21 @@ def installed_with(extra: str | None) -> set[str]:
 def importing(modules: list[str], extra: str | None):
     """Import in a new process, everything else out of sight."""
     there = installed_with(extra)
-    absent = {
-        top
-        for top, owners in importlib.metadata.packages_distributions().items()
-        if top != "bft_ref"
-        and not any(canonicalize_name(name) in there for name in owners)
-    }
-    code = IMPORT.format(absent=sorted(absent), modules=modules)
+    owners = importlib.metadata.packages_distributions()
+    names = {top: set(map(canonicalize_name, n)) for top, n in owners.items()}
+    absent = {t for t, n in names.items() if t != "bft_ref" and not n & there}
+    without = set().union(*names.values()) - there - {"bft-ref"}
+    code = IMPORT.format(
+        absent=sorted(absent), without=sorted(without), modules=modules
+    )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
 
 
-def modules(parts: tuple[str, ...] | None) -> list[str]:
-    """The modules of these parts; None: of what needs no extra."""
+def modules(extra: str | None) -> list[str]:
+    """The modules that need an extra; None: those that need none."""
+    others = tuple(part for parts in NEEDS.values() for part in parts)
     found = []
     for info in pkgutil.walk_packages(bft_ref.__path__, "bft_ref."):
         name = info.name.removeprefix("bft_ref.")
@@ -87,25 +96,25 @@ def modules(parts: tuple[str, ...] | None) -> list[str]:
             continue
         if name.startswith("notebook"):
             continue
-        if name.startswith(NEEDS_RECOMMEND) == (parts is not None):
+        if extra is None and name.startswith(others):
+            continue
+        if extra is None or name.startswith(NEEDS[extra]):
             found.append(info.name)
     return found
 
 
-@pytest.mark.parametrize(
-    "parts, extra", [(None, None), (NEEDS_RECOMMEND, "recommend")]
-)
-def test_each_part_imports_with_its_extra_alone(parts, extra):
-    names = modules(parts)
+@pytest.mark.parametrize("extra", [None, *NEEDS])
+def test_each_part_imports_with_its_extra_alone(extra):
+    names = modules(extra)
     assert len(names) >= 8
     done = importing(names, extra)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_package_too_few_would_be_noticed():
-    done = importing(modules(NEEDS_RECOMMEND), None)
+    done = importing(modules("recommend"), None)
     assert done.returncode == 1
-    assert "not installed" in done.stderr
+    assert "None in sys.modules" in done.stderr
 
 
 def test_the_package_says_that_it_has_types():

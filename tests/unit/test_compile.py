@@ -58,6 +58,8 @@ def test_compiled_training_step_without_graph_breaks(make, config):
         {"jacobian": "hutchinson", "granularity": "token"},
         {"activation": nn.functional.elu},
         {"dropout": 0.2},
+        {"activation": "swiglu", "jacobian_gradient": False},
+        {"activation": "geglu", "granularity": "token"},
         {"implementation": "chunked", "norm_first": False},
         {
             "options": {

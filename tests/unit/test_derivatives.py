@@ -113,6 +113,7 @@ CASES = {
             ("silu", "layernorm", False, False),
             ("tanh", "layernorm", True, True),
             ("swiglu", "layernorm", True, False),
+            ("geglu", "rmsnorm", True, True),
             ("elu", "rmsnorm", True, False),
         ]
     },
@@ -363,7 +364,7 @@ def test_the_kernels_themselves_leave_nothing_at_zero():
     inputs = [tensor(*s, seed=i) for i, s in enumerate(shapes)]
 
     def function(*inputs):
-        out = feed_forward.linearised_feed_forward(*inputs, "silu")
+        out = feed_forward.linearised_feed_forward(*inputs, "silu", True)
         return sum(y.sin().sum() for y in out)
 
     for i, way in enumerate(ways_of(inputs)):
@@ -406,7 +407,9 @@ def test_second_derivatives_with_some_inputs_frozen(frozen):
     leaves = [x for x in learned if x.requires_grad]
     for i in range(3):
         y = (
-            feed_forward.linearised_feed_forward(*inputs, None, "gelu")[i]
+            feed_forward.linearised_feed_forward(*inputs, None, "gelu", True)[
+                i
+            ]
             .square()
             .sum()
         )

@@ -694,6 +694,63 @@ def test_gradient_of_n_eff_can_be_dropped():
     assert (gradients[0] - gradients[1]).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("granularity", ["feature", "token"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"activation": "swiglu"},
+        {"implementation": "eager"},
+        {"activation": "geglu", "jacobian": "first"},
+        {"jacobian": "hutchinson"},
+        {"variance_rule": "row"},
+        {"ffn": True},
+        {"hooked": True},
+    ],
+    ids=label,
+)
+def test_gradient_of_the_jacobian_can_be_dropped(config, granularity):
+    config = dict(config)
+    hooked, ffn = config.pop("hooked", False), config.pop("ffn", False)
+    if "variance_rule" in config and granularity == "token":
+        return
+    belief = make_belief()
+    gradients, outputs = [], []
+    for keep in [True, False]:
+        if ffn:
+            torch.manual_seed(0)
+            modules = nn.Tanh(), nn.Linear(8, 8, dtype=torch.float64)
+            config["options"] = {"ffn": nn.Sequential(*modules)}
+        layer = make_layer(
+            jacobian_gradient=keep, granularity=granularity, **config
+        )
+        if hooked:
+            layer.linear1.register_forward_hook(lambda *_: None)
+        out, trace = layer.step(belief)
+        assert trace.log_growth.requires_grad is keep
+        (out.log_precision.sum() + out.mean.square().sum()).backward()
+        linear = layer.linear1 if layer.ffn is None else layer.ffn[1]
+        gradients.append(linear.weight.grad)
+        outputs.append(Belief(*(x.detach() for x in out)))
+    torch.testing.assert_close(*outputs)
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-4
+    layer.zero_grad()
+    out = layer(belief)
+    out.mean.square().sum().backward()  # what is left is of the mean alone
+    torch.testing.assert_close(linear.weight.grad, gradients[1])
+
+
+def test_forward_mode_sees_no_jacobian_either():
+    layer = make_layer(jacobian_gradient=False, activation="swiglu")
+    belief = make_belief()
+
+    def growth(mean):
+        return layer.step(Belief(mean, belief.log_precision))[1].log_growth
+
+    _, along = torch.func.jvp(growth, (belief.mean,), (belief.mean,))
+    assert (along == 0).all()
+
+
 # misuse --------------------------------------------------------------------
 
 

@@ -6,12 +6,9 @@ order. Item ids run from 1 to ``n_items``; 0 is padding.
 
 from bft_ref.recsys.data.datasets import DATASETS, Dataset, fetch, load
 from bft_ref.recsys.data.errors import (
-    DataError,
-    DataUnavailableError,
     DuplicateError,
     EmptyUserError,
     ItemRangeError,
-    MalformedLineError,
 )
 from bft_ref.recsys.data.frames import Catalogue, from_frame
 from bft_ref.recsys.data.generator import Simulation, simulate
@@ -25,6 +22,11 @@ from bft_ref.recsys.data.readers import (
     read_s3rec,
 )
 from bft_ref.recsys.data.sequences import Sequences, Split
+from bft_ref.training.files import (
+    DataError,
+    DataUnavailableError,
+    MalformedLineError,
+)
 
 __all__ = [
     "DATASETS",

@@ -1,14 +1,11 @@
 """Public data sets by name: a local folder first, else a checked download."""
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pooch
-
-from bft_ref.recsys.data.errors import DataUnavailableError
 from bft_ref.recsys.data.readers import READERS, guess_format
 from bft_ref.recsys.data.sequences import Sequences
+from bft_ref.training import files
 
 _S3REC = (
     "https://raw.githubusercontent.com/RUCAIBox/CIKM2020-S3Rec/"
@@ -34,23 +31,17 @@ _RECBOLE = (
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(files.PublicFile):
     """Where a data set lies, its checksum, and how to read it.
 
-    ``archive`` is the checksum of the file at ``url`` when the data set is
-    a ``member`` of it; ``length`` the usual number of last items a model
-    sees; ``core`` > 0 keeps the k-core of a file that is not one yet.
+    ``length`` is the usual number of last items a model sees; ``core`` > 0
+    keeps the k-core of a file that is not one yet.
     """
 
-    file: str
-    url: str
-    sha256: str
     format: str
     source: str
     length: int = 20
     core: int = 0
-    archive: str = ""
-    member: str = ""
 
 
 _AMAZON14 = "Amazon reviews 2014, 5-core (He & McAuley 2016), as in S3-Rec"
@@ -124,48 +115,14 @@ DATASETS: dict[str, Dataset] = {
 def fetch(name: str, folder: str | Path | None = None) -> Path:
     """The checked local path of a public data set, downloaded if need be.
 
-    Looks below ``folder`` (default: the environment variable BFT_DATA), then
-    in the download cache, then at the public address.
-    Raises: ValueError for an unknown name or a file with another checksum;
-    DataUnavailableError if the file is not there and cannot be downloaded.
+    Looks where :func:`bft_ref.training.files.fetch` does.
+    Raises: ValueError for an unknown name, and as that function.
     """
     if name not in DATASETS:
         raise ValueError(
             f"name: expected one of {', '.join(DATASETS)}, got {name!r}"
         )
-    data = DATASETS[name]
-    folder = folder or os.environ.get("BFT_DATA")
-    if folder is not None:
-        if not Path(folder).is_dir():
-            raise DataUnavailableError(
-                f"{folder}: expected a folder with data"
-            )
-        others = []
-        for path in sorted(Path(folder).rglob(data.file)):
-            found = pooch.file_hash(str(path), alg="sha256")
-            if found == data.sha256:
-                return path
-            others.append(f"{path}: {found}")
-        if others:
-            raise ValueError(
-                f"{name}: expected sha256 {data.sha256}, got another version "
-                f"of the file ({', '.join(others)})"
-            )
-    try:
-        paths = pooch.retrieve(
-            data.url,
-            known_hash=f"sha256:{data.archive or data.sha256}",
-            path=pooch.os_cache("bft_ref"),
-            processor=pooch.Unzip([data.member]) if data.member else None,
-        )
-    except (OSError, ValueError) as error:
-        where = f"below {folder}" if folder else "in a folder set by BFT_DATA"
-        raise DataUnavailableError(
-            f"{name}: {data.file} is not {where} and could not be downloaded "
-            f"from {data.url} ({type(error).__name__}: {error}). Put the file "
-            "into a folder and set BFT_DATA to it, or go online."
-        ) from error
-    return Path(paths[0] if isinstance(paths, list) else paths)
+    return files.fetch(name, DATASETS[name], folder)
 
 
 def load(

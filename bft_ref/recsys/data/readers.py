@@ -8,17 +8,14 @@ character or quotes, which would make two users of one, are refused.
 """
 
 import csv
-import gzip
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -26,10 +23,10 @@ from bft_ref.recsys.data.errors import (
     DuplicateError,
     EmptyUserError,
     ItemRangeError,
-    MalformedLineError,
 )
 from bft_ref.recsys.data.sequences import MILLISECONDS, Sequences
 from bft_ref.support.checks import count
+from bft_ref.training.files import MalformedLineError, text_file
 
 
 def _sha256(path: Path) -> str:
@@ -37,40 +34,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _open(path: Path, **how) -> IO:
-    return (gzip.open if path.suffix == ".gz" else open)(path, **how)
-
-
-@contextmanager
-def _text(path: Path) -> Iterator[IO[str]]:
-    """Text lines of a plain or gzipped UTF-8 file.
-
-    Raises: MalformedLineError for bytes that are no UTF-8 or no gzip.
-    """
-    try:
-        with _open(path, mode="rt", encoding="utf-8-sig", newline="") as file:
-            yield file
-    except UnicodeDecodeError as error:
-        raise MalformedLineError(
-            path, _first_undecodable(path), f"not UTF-8: {error.reason}"
-        ) from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise MalformedLineError(path, None, f"not gzip: {error}") from None
-
-
-def _first_undecodable(path: Path) -> int | None:
-    with _open(path, mode="rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return None
-
-
 def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line, fields between tabs) of each line."""
-    with _text(path) as file:
+    with text_file(path) as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             for row in rows:
@@ -165,7 +131,7 @@ def read_s3rec(path: str | Path, *, n_items: int | None = None) -> Sequences:
     path, n_items = Path(path), _most(n_items)
     users: dict[str, int] = {}
     rows: list[list[int]] = []
-    with _text(path) as lines:
+    with text_file(path) as lines:
         for number, line in enumerate(lines, 1):
             user, *fields = line.split() or [""]
             if not user:
@@ -208,7 +174,7 @@ def read_letter(path: str | Path, *, n_items: int | None = None) -> Sequences:
     """
     path, n_items = Path(path), _most(n_items)
     unique = partial(_unique, path, None, "user")
-    with _text(path) as file:
+    with text_file(path) as file:
         text = file.read()
     try:
         content = json.loads(text, object_pairs_hook=unique)
@@ -352,7 +318,7 @@ def read_amazon(path: str | Path, *, core: int = 5, **options) -> Sequences:
     needed = ("reviewerID", "asin", "unixReviewTime")
 
     def parse():
-        with _text(path) as lines:
+        with text_file(path) as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     review = json.loads(

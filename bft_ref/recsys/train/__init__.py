@@ -5,12 +5,12 @@ from bft_ref.recsys.train.diagnostics import diagnose, interventions
 from bft_ref.recsys.train.losses import LOSSES, next_item_loss
 from bft_ref.recsys.train.trainer import (
     Fitted,
-    RunError,
     TrainConfig,
     evaluate,
     fit,
     scorer,
 )
+from bft_ref.training.checkpoint import RunError
 
 __all__ = [
     "LOSSES",

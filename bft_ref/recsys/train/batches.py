@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bft_ref.recsys.data.errors import DataError
 from bft_ref.recsys.data.sequences import Sequences
 from bft_ref.support.checks import count, whole
+from bft_ref.training.files import DataError
 
 
 class Batch(NamedTuple):

@@ -6,7 +6,6 @@ it are written once, here or in the configuration that it belongs to.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -39,15 +38,16 @@ from bft_ref.recsys.models import (
     RecommenderConfig,
     SASRecConfig,
 )
-from bft_ref.recsys.storage import as_fields, replacing, save
-from bft_ref.recsys.train.provenance import code_version, device_name
+from bft_ref.recsys.storage import as_fields, save
 from bft_ref.recsys.train.trainer import (
-    RunError,
     TrainConfig,
     asking,
     epochs_to_read,
     fit,
 )
+from bft_ref.training.checkpoint import RunError
+from bft_ref.training.files import write_json
+from bft_ref.training.provenance import code_version, device_name
 
 ABOUT = """Train a sequential recommender and rank the whole catalogue.
 
@@ -382,14 +382,4 @@ def _write(
                 for name, value in asdict(ranking).items()
             },
         )
-    text = json.dumps(result, indent=1)
-    # One line for a list of numbers: thousands of lines help nobody.
-    text = re.sub(
-        r"\[[\s\d,.e+-]+\]", lambda m: re.sub(r"\s+", " ", m[0]), text
-    )
-    output = command.output
-    if output is None:
-        sys.stdout.write(text + "\n")
-        return
-    with replacing(output) as unfinished:
-        unfinished.write_text(text + "\n")
+    write_json(result, command.output)

@@ -1,6 +1,5 @@
 """One trainer for every model: the same budget and rules for both sides."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bft_ref.recsys import metrics
-from bft_ref.recsys.data.errors import DataError
 from bft_ref.recsys.data.sequences import Sequences, Split, SplitName
 from bft_ref.recsys.models import Recommender, RecommenderConfig, build
-from bft_ref.recsys.storage import VERSION, as_fields, replacing
+from bft_ref.recsys.storage import VERSION, as_fields
 from bft_ref.recsys.train.batches import count_batches, training_batches
 from bft_ref.recsys.train.diagnostics import (
     diagnose,
@@ -31,16 +29,15 @@ from bft_ref.recsys.train.losses import (
     noise_penalty,
     uniform_negatives,
 )
-from bft_ref.recsys.train.provenance import (
+from bft_ref.support import checks
+from bft_ref.training import checkpoint as checkpoints
+from bft_ref.training.checkpoint import RunError
+from bft_ref.training.files import DataError
+from bft_ref.training.provenance import (
     code_version,
     device_name,
     peak_memory,
 )
-from bft_ref.support import checks
-
-
-class RunError(ValueError):
-    """A run that cannot begin, go on or be reported as it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -376,25 +373,16 @@ class _State:
             "kept",
             "code",
         )
-        content = {
-            "identity": json.dumps(self.identity, sort_keys=True),
+        state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "best": self.best,
             **{name: getattr(self, name) for name in kept},
         }
-        with replacing(path) as unfinished:
-            torch.save(content, unfinished)
+        checkpoints.save(path, self.identity, state)
 
     def load(self, path: Path, device):
-        found = torch.load(path, map_location=device, weights_only=True)
-        mine = json.dumps(self.identity, sort_keys=True)
-        if found.pop("identity") != mine:
-            raise RunError(
-                f"checkpoint: {path} belongs to another configuration, "
-                "data file or number of processes; remove it or choose "
-                "another path"
-            )
+        found = checkpoints.load(path, self.identity, device)
         self.model.load_state_dict(found.pop("model"))
         self.optimizer.load_state_dict(found.pop("optimizer"))
         (mine,) = self.code

@@ -19,6 +19,7 @@ from bft_ref.recsys import data
 from bft_ref.recsys.data import datasets
 from bft_ref.recsys.data.readers import guess_format, interactions
 from bft_ref.recsys.data.sequences import Sequences
+from bft_ref.training import files
 
 
 def lists(sequences):
@@ -580,7 +581,7 @@ def test_fetch_downloads_and_checks(tmp_path, monkeypatch):
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     cache = tmp_path / "cache"
     monkeypatch.delenv("BFT_DATA", raising=False)
-    monkeypatch.setattr(datasets.pooch, "os_cache", lambda _: cache)
+    monkeypatch.setattr(files.pooch, "os_cache", lambda _: cache)
 
     def served(url, output, pooch_, **_):
         with open(output, "wb") as file:
@@ -608,7 +609,7 @@ def test_fetch_takes_a_member_out_of_a_checked_archive(tmp_path, monkeypatch):
         archive.writestr(member, "user_id\titem_id\na\tx\n")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     monkeypatch.delenv("BFT_DATA", raising=False)
-    monkeypatch.setattr(datasets.pooch, "os_cache", lambda _: tmp_path / "c")
+    monkeypatch.setattr(files.pooch, "os_cache", lambda _: tmp_path / "c")
 
     def served(url, output, pooch_, **_):
         Path(output).write_bytes(source.read_bytes())
@@ -653,7 +654,7 @@ def test_a_name_tells_the_format(name, reader):
 
 
 def test_offline_is_said_clearly(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.pooch, "os_cache", lambda _: tmp_path / "c")
+    monkeypatch.setattr(files.pooch, "os_cache", lambda _: tmp_path / "c")
     nowhere = data.Dataset(
         "x.txt", "http://127.0.0.1:9/x.txt", "0" * 64, "s3rec", ""
     )

@@ -26,12 +26,12 @@ from bft_ref.recsys.train import (
     fit,
     interventions,
     next_item_loss,
-    provenance,
     trainer,
     training_batches,
 )
 from bft_ref.recsys.train.batches import count_batches, pad_windows, windows
 from bft_ref.recsys.train.losses import noise_penalty, uniform_negatives
+from bft_ref.training import provenance
 from tests.unit.recsys.configs import make_config
 
 ROOT = Path(__file__).resolve().parents[3]

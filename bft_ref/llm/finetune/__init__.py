@@ -1,0 +1,1 @@
+"""Fine-tuning of the upper layers of a Llama, plain or filtering."""

@@ -1,0 +1,1 @@
+"""What training any model needs: data files, provenance, checkpoints."""
