@@ -74,10 +74,12 @@ class BFTEncoder(nn.Module):
 
         Takes over sizes, activation, norm order and dropout. How visible the
         patch is at first is set by ``initial_precision`` and
-        ``config.process_noise``: a patch that cannot be seen cannot learn.
-        With the unit prior, τ → 0 and Q → ∞ a pre-norm encoder is the plain
-        one. Post-norm gains tend to 1 too, but there λ̄ stays unequal, and in
-        the weights, as each norm divides by a token's own scale after Q.
+        ``config.process_noise``: in a patch that cannot be seen SGD moves
+        nothing, and Adam log Q by up to its rate a step, wherever the sign
+        of a tiny gradient points. With the unit prior, τ → 0 and Q → ∞ a
+        pre-norm encoder is the plain one. Post-norm gains tend to 1 too, but
+        there λ̄ stays unequal, and in the weights, as each norm divides by a
+        token's own scale after Q.
         Each layer keeps its own activation, dropout and epsilons.
         Raises: TypeError for anything but nn.TransformerEncoder, or a layer
         of another class than PyTorch's own; ValueError for a layer whose

@@ -246,7 +246,7 @@ class BFTLayer(nn.Module):
     ) -> Observation:
         """Attention as kriging: the innovation and its precision.
 
-        Through W_O with independence, Equation (6.12), if the config says
+        Through W_O with independence, Equation (6.16), if the config says
         ``project_variance``. With ``innovation="difference"`` attention's
         output is the observation z, of which h is subtracted (ours).
         """
@@ -471,7 +471,7 @@ class BFTLayer(nn.Module):
     def _through_out_proj(
         self, variance: Tensor, weight: Tensor | None, like: Tensor
     ) -> Tensor:
-        """Σ_k W_O[i,k]² v_k, (B, T, d): Equation (6.12)."""
+        """Σ_k W_O[i,k]² v_k, (B, T, d): Equation (6.16)."""
         if weight is None:
             warn_unknown("self_attn.out_proj")
             signs = self.signs(like, 0).to(like.dtype)

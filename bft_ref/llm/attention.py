@@ -217,7 +217,7 @@ class BFTLlamaAttention(LlamaAttention):
         return g.unsqueeze(-2) * neighbours.unsqueeze(-1)
 
     def _in_state_units(self, variance: Tensor, w_o: Tensor | None) -> Tensor:
-        """Σ_k W_O[i,k]² v_k, (B, T, d), or its mean: Equation (6.12)."""
+        """Σ_k W_O[i,k]² v_k, (B, T, d), or its mean: Equation (6.16)."""
         c = self.filter
         variance = variance.transpose(1, 2).flatten(-2)
         if c.project_variance:

@@ -45,9 +45,12 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """The names of all stored runs of a trained model."""
+    """The names of all stored runs of a recommender.
+
+    Those of language models, :mod:`bft_ref.notebook.answers` reads.
+    """
     found = (p.stem for p in folder().glob("*.json"))
-    return sorted(n for n in found if re.search(r"-s\d+$", n))
+    return sorted(n for n in found if re.search(r"^(?!nq-).*-s\d+$", n))
 
 
 @cache

@@ -22,12 +22,8 @@ from tests.book.small import (
 # waits to be told in shorter steps: the list only shrinks.
 LONG: dict[str, set[str]] = {
     "03-kriging-and-attention": {"cell-12"},
-    "04-reml": {"c035"},
     "05-inverse-chi-square": {"c008", "c024"},
-    "06-kalman-residual": {"06-017"},
     "07-delta-method": {"3d9bc0a0"},
-    "08-process-noise": {"08-010", "08-023"},
-    "09-the-layer": {"2563fbba", "59ef7b66", "b7ad0ca3", "f0a1ec23"},
     "10-memory-and-speed": {"10-011"},
     "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
     "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},

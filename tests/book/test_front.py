@@ -81,7 +81,7 @@ def test_one_layer_on_one_page_is_the_layer(root: Path):
         norm_first=True,
         bias=False,
         dtype=torch.float64,
-        config=bft_ref.BFTConfig(prior_scale="unit", prior_dof=1.7),
+        config=bft_ref.BFTConfig(prior_dof=1.7),
     ).eval()
     with torch.no_grad():
         ours.log_process_noise.normal_()

@@ -1,11 +1,10 @@
 """Every numbered equation of chapter 1, from a source of its own.
 
 Variances come from the covariance matrix and from simulation, the optimum
-from a numerical minimiser, the weight of a label from autograd.
+from a numerical minimiser.
 """
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,26 +93,6 @@ def test_price_of_equal_weights(raw):
 
 @equation(
     "1.4",
-    r"w = \frac{(1-2\varepsilon)\,p_y}{\varepsilon + (1-2\varepsilon)\,p_y}",
-)
-@pytest.mark.parametrize("flip", [0.0, 0.1, 0.4, 0.5])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_weight_of_a_label(flip, sign):
-    """Autograd of the two log likelihoods, as a mixture over the truth."""
-    z = torch.linspace(-6, 6, 25, dtype=torch.float64, requires_grad=True)
-    label = torch.sigmoid(sign * z)
-    other = torch.sigmoid(-sign * z)
-    mixture = (1 - flip) * label + flip * other
-    (noisy,) = torch.autograd.grad(mixture.log().sum(), z)
-    plain_log = torch.nn.functional.logsigmoid(sign * z)
-    (plain,) = torch.autograd.grad(plain_log.sum(), z)
-    p = label.detach()
-    w = (1 - 2 * flip) * p / (flip + (1 - 2 * flip) * p)
-    torch.testing.assert_close(w * plain, noisy, rtol=1e-9, atol=1e-12)
-
-
-@equation(
-    "1.5",
     r"D \le \sum_j \alpha_j (v_j - v_1)^2 \le (1-\alpha_1)\,R^2",
 )
 @given(

@@ -117,17 +117,67 @@ def test_expected_dispersion():
 
 @equation(
     "4.4",
-    r"p(Av \mid \sigma^2) = (2\pi\sigma^2)^{-(T-1)/2}\, e^{-TD/2\sigma^2}",
+    r"\ell(V) = -\tfrac12\left(\log|V|"
+    r" + \log|X^\top V^{-1}X| + r^\top V^{-1}r\right)",
 )
-def test_error_contrasts():
-    """scipy's null space instead of Helmert's rows."""
-    A = linalg.null_space(np.ones((1, T))).T
-    v = values()
-    D = spread(np.full(T, 1 / T), v)
-    for s2 in [0.4, 2.5, 9.0]:
-        density = stats.multivariate_normal(cov=s2 * A @ A.T).pdf(A @ v)
-        power = (2 * np.pi * s2) ** (-(T - 1) / 2)
-        assert_allclose(power * np.exp(-T * D / 2 / s2), density, rtol=1e-8)
+@pytest.mark.parametrize("columns", [1, 2])
+def test_restricted_likelihood(columns):
+    """Quadrature over β; contrasts of scipy's null space; statsmodels' GLS."""
+    rng = np.random.default_rng(11)
+    X = np.c_[np.ones(T), rng.normal(size=T)][:, :columns]
+    root = rng.normal(size=(T, T))
+    V, v = root @ root.T + SIGMA2 * np.eye(T), values()
+    fit = sm.GLS(v, X, sigma=V).fit()
+    information = X.T @ linalg.solve(V, X)
+    formula = -0.5 * (
+        np.linalg.slogdet(V)[1]
+        + np.linalg.slogdet(information)[1]
+        + fit.resid @ linalg.solve(V, fit.resid)
+    )
+    A = linalg.null_space(X.T).T
+    contrasts = stats.multivariate_normal(cov=A @ V @ A.T).logpdf(A @ v)
+    # contrasts lose the scale of X, and nothing of V
+    scale = 0.5 * np.linalg.slogdet(X.T @ X)[1]
+    two_pi = (T - columns) / 2 * np.log(2 * np.pi)
+    assert_allclose(formula, contrasts - scale + two_pi, rtol=1e-9)
+
+    step = np.linalg.cholesky(linalg.inv(information))
+    nodes = np.linspace(-9, 9, 121)  # the trapezium rule on a Gaussian
+    grid = np.stack(np.meshgrid(*[nodes] * columns), -1).reshape(-1, columns)
+    beta = fit.params + grid @ step.T
+    density = stats.multivariate_normal(cov=V).pdf(v - beta @ X.T)
+    volume = (nodes[1] - nodes[0]) ** columns * np.linalg.det(step)
+    integrated = np.log(density.sum() * volume) + two_pi
+    assert_allclose(integrated, formula, rtol=1e-9)
+
+
+@pytest.mark.parametrize("s2", [0.8, 2.5])
+def test_the_three_cases_of_the_restricted_likelihood(s2):
+    """(4.5), (4.6) and (4.7) are (4.4), the last with n for T in log|V|."""
+    a, v = weights(), values()
+    mu, n, D = a @ v, n_of(a), spread(a, v)
+
+    def general(V):
+        precision = linalg.inv(V).sum()
+        r = v - linalg.inv(V).sum(0) @ v / precision
+        logs = np.linalg.slogdet(V)[1] + np.log(precision)
+        return -0.5 * (logs + r @ linalg.solve(V, r))
+
+    two_pi = np.log(2 * np.pi)
+    even = integral(np.full(T, 1 / T), v, s2, T)
+    alike = general(s2 * np.eye(T))
+    assert_allclose(alike - (T - 1) / 2 * two_pi, np.log(even), rtol=1e-8)
+
+    precision = general(np.diag(s2 / a)) - general(np.diag(1 / a))
+    due = -(T - 1) / 2 * np.log(s2) - D / 2 * (1 / s2 - 1)
+    assert_allclose(precision, due, rtol=1e-9)
+
+    V = np.diag(s2 / (n * a))
+    r = v - mu  # the GLS mean of V is μ
+    assert_allclose(r @ linalg.solve(V, r), n * D / s2, rtol=1e-9)
+    whole = general(V) - 0.5 * (n * np.log(s2) - np.linalg.slogdet(V)[1])
+    local = np.log(integral(a, v, s2, n)) + n / 2 * two_pi
+    assert_allclose(whole + two_pi / 2, local, rtol=1e-8)
 
 
 def integral(a, v, s2, total):
@@ -291,6 +341,32 @@ def test_effective_sample_size_for_unequal_precisions():
     assert_allclose(pooled * (n_c - 1) / n_c, exact, rtol=1e-12)
     agrees(simulated(a, np.sqrt(SIGMA2 / lam))[1], exact)
     assert abs(n_c - n_of(a)) > 0.1
+
+
+def test_what_the_estimate_estimates():
+    """The weighted mean of the variances, up to a factor of n and n_C."""
+    a = weights()
+    n, variances = n_of(a), SIGMA2 / a  # the precision model: n_C = T
+    _, D = simulated(a, np.sqrt(variances))
+    estimate = reml_variance(torch.tensor(D), torch.tensor(n)).numpy()
+    due = (a @ variances) * n / (n - 1) * (T - 1) / T
+    assert_allclose(due, n * (T - 1) / (n - 1) * SIGMA2, rtol=1e-12)
+    agrees(estimate, due)
+
+
+@equation(
+    "4.13",
+    r"p(Av \mid \sigma^2) = (2\pi\sigma^2)^{-(T-1)/2}\, e^{-TD/2\sigma^2}",
+)
+def test_error_contrasts():
+    """scipy's null space instead of Helmert's rows."""
+    A = linalg.null_space(np.ones((1, T))).T
+    v = values()
+    D = spread(np.full(T, 1 / T), v)
+    for s2 in [0.4, 2.5, 9.0]:
+        density = stats.multivariate_normal(cov=s2 * A @ A.T).pdf(A @ v)
+        power = (2 * np.pi * s2) ** (-(T - 1) / 2)
+        assert_allclose(power * np.exp(-T * D / 2 / s2), density, rtol=1e-8)
 
 
 def test_the_data_are_those_of_the_sources():

@@ -57,6 +57,10 @@ def test_variance_of_an_innovation():
     e = (theta + of_z) - (theta + of_h)
     due = 1 / LAM + 1 / OBS
     assert abs(e.var() - due) < 5 * due * math.sqrt(2 / e.size)
+    # the error of z is independent of that of the prior; e is not
+    prior_error = theta - (theta + of_h)
+    assert abs(np.cov(prior_error, of_z)[0, 1]) < 0.01
+    assert abs(np.cov(prior_error, e)[0, 1] - 1 / LAM) < 0.01
     # filterpy's innovation covariance S
     filter_ = KalmanFilter(1, 1)
     filter_.x, filter_.P = np.array([[3.0]]), np.array([[1 / LAM]])
@@ -165,6 +169,87 @@ def test_bias_without_the_subtraction(theta):
     assert abs(after.mean() - k * theta) < 5 * standard_error
 
 
+@equation(
+    "6.7",
+    r"\operatorname{Var}(h + Kz \mid \theta) = \frac{1}{\lambda} + "
+    r"\frac{K^2}{\lambda^{\mathrm{obs}}} \;\ge\; \frac{1}{\lambda}",
+)
+@pytest.mark.parametrize("theta", [-4.0, 21.0])
+def test_variance_without_the_subtraction(theta):
+    """It grows, while the update claims that it shrinks."""
+    of_h, of_z = errors(seed=12)
+    mean, claimed, k = updated(theta, LAM, theta, OBS)
+    assert_allclose(mean, (1 + k) * theta)
+    after = theta + of_h + k * (theta + of_z)
+    due = 1 / LAM + k**2 / OBS
+    assert abs(after.var() - due) < 5 * due * math.sqrt(2 / after.size)
+    assert after.var() > 1 / LAM > 1 / claimed
+
+
+@equation(
+    "6.8",
+    r"h + \frac{\lambda^{\mathrm{obs}}}{\lambda}\,z = "
+    r"\frac{\lambda'}{\lambda}\,\bigl(h + K(z - h)\bigr), \qquad "
+    r"K = \frac{\lambda^{\mathrm{obs}}}{\lambda + \lambda^{\mathrm{obs}}}",
+)
+def test_adding_is_right_where_length_carries_the_precision():
+    h, z = 1.3, 4.1
+    mean, precision, k = updated(h, LAM, z - h, OBS)
+    assert_allclose(h + OBS / LAM * z, precision / LAM * mean, rtol=1e-12)
+    # the odds of the gain are the best factor when 1 + K is divided out
+    found = minimize_scalar(
+        lambda c: (1 / LAM + c**2 / OBS) / (1 + c) ** 2,
+        bounds=(0, 5),
+        method="bounded",
+        options={"xatol": 1e-12},
+    )
+    assert_allclose(found.x, k / (1 - k), atol=1e-6)
+    assert_allclose(found.fun, 1 / precision, rtol=1e-9)
+
+
+@equation(
+    "6.9",
+    r"K = \frac{1/\lambda - c}{1/\lambda + 1/\lambda^{\mathrm{obs}} - 2c}",
+)
+@pytest.mark.parametrize("c", [-0.4, 0.0, 0.3, 0.7])
+def test_gain_under_shared_errors(c):
+    """The first weight of generalised least squares, and a minimum."""
+    covariance = np.array([[1 / LAM, c], [c, 1 / OBS]])
+    weights = np.linalg.solve(covariance, np.ones(2))
+    k = (1 / LAM - c) / (1 / LAM + 1 / OBS - 2 * c)
+    assert_allclose(k, weights[1] / weights.sum(), rtol=1e-10)
+    rng = np.random.default_rng(13)
+    of_h, of_z = rng.multivariate_normal([0, 0], covariance, 200_000).T
+
+    def error(share):
+        return (of_h + share * (of_z - of_h)).var()
+
+    assert error(k) < min(error(k - 0.1), error(k + 0.1))
+
+
+@equation(
+    "6.10",
+    r"c = \frac{\tilde\alpha_t}{\lambda_t} = "
+    r"\frac{1}{\lambda^{\mathrm{obs}}} \quad\Longrightarrow\quad K = 1",
+)
+def test_a_weighted_mean_with_oneself_leaves_nothing_to_keep():
+    rng = np.random.default_rng(14)
+    lam = np.exp(rng.normal(size=6))
+    weights = lam / lam.sum()
+    of_tokens = np.diag(1 / lam)
+    for t in range(6):
+        own = np.eye(6)[t]
+        c = own @ of_tokens @ weights
+        assert_allclose(c, weights[t] / lam[t], rtol=1e-12)
+        assert_allclose(c, weights @ of_tokens @ weights, rtol=1e-12)
+        a, b = 1 / lam[t], 1 / lam.sum()
+        assert_allclose((a - c) / (a + b - 2 * c), 1, rtol=1e-10)
+        # and the gain of independent errors claims more than is there
+        k, claimed = lam.sum() / (lam[t] + lam.sum()), lam[t] + lam.sum()
+        row = (1 - k) * own + k * weights
+        assert row @ of_tokens @ row > 1 / lam.sum() > 1 / claimed
+
+
 def reading_logit(reading, n, lam=LAM, dispersion=0.8, s0=1.9, dof=1.5):
     """logit K and s², as the package computes them for W_O = 1."""
     d, size, prior = number(dispersion), number(n), number(s0)
@@ -174,7 +259,7 @@ def reading_logit(reading, n, lam=LAM, dispersion=0.8, s0=1.9, dof=1.5):
 
 
 @equation(
-    "6.7",
+    "6.11",
     r"\operatorname{logit} K^{\mathrm{value}} = -\log s^2 - \log\lambda",
 )
 @pytest.mark.parametrize("n", [1.0, 3.5, 80.0])
@@ -190,7 +275,7 @@ def test_logit_of_the_value_reading(n):
 
 
 @equation(
-    "6.8",
+    "6.12",
     r"\operatorname{logit} K^{\mathrm{mean}} = \log n - \log s^2 - "
     r"\log\lambda",
 )
@@ -210,7 +295,7 @@ def test_logit_of_the_mean_reading(n):
 
 
 @equation(
-    "6.9",
+    "6.13",
     r"\operatorname{logit} K^{\mathrm{prediction}} = \log n - \log(n+1) - "
     r"\log s^2 - \log\lambda",
 )
@@ -230,7 +315,7 @@ def test_logit_of_the_prediction_reading(n):
 
 
 @equation(
-    "6.10",
+    "6.14",
     r"\frac{\partial \operatorname{logit} K^{\mathrm{prediction}}}"
     r"{\partial \log n} = \frac{1}{n+1}",
 )
@@ -255,7 +340,7 @@ def circuit(seed=7, d=8, heads=2, tokens=5):
 
 
 @equation(
-    "6.11",
+    "6.15",
     r"\operatorname{Var} \eta_i = \sum_k \sum_l W_{O,ik}\, C_{kl}\, W_{O,il}",
 )
 def test_projected_variance_against_simulation():
@@ -275,7 +360,7 @@ def test_projected_variance_against_simulation():
 
 
 @equation(
-    "6.12",
+    "6.16",
     r"\frac{1}{\lambda^{\mathrm{obs}}_i} = \sum_k W_{O,ik}^2\, "
     r"\frac{1}{\lambda^\mu_k}",
 )
@@ -330,7 +415,7 @@ def stack(length=7, seed=10):
     return tau, h0, o, z, belief
 
 
-@equation("6.13", r"\lambda_L = \tau + \sum_{\ell<L} o_\ell")
+@equation("6.17", r"\lambda_L = \tau + \sum_{\ell<L} o_\ell")
 def test_precision_of_a_stack():
     tau, h0, o, z, belief = stack()
     assert_allclose(belief.precision, tau + o.sum(), rtol=1e-12)
@@ -345,7 +430,7 @@ def test_precision_of_a_stack():
 
 
 @equation(
-    "6.14",
+    "6.18",
     r"h_L = \frac{\tau h_0 + \sum_{\ell<L} o_\ell z_\ell}"
     r"{\tau + \sum_{\ell<L} o_\ell}",
 )

@@ -12,10 +12,13 @@ import torch
 from filterpy.kalman import KalmanFilter
 from numpy.testing import assert_allclose
 from scipy.linalg import solve_discrete_are
+from scipy.special import gammaln
 from statsmodels.tsa.statespace.structural import UnobservedComponents
 
 from bft_ref import Belief, BFTConfig, BFTLayer, delta, kalman, textbook
 from bft_ref.belief import discount
+from bft_ref.kriging import kriging_attention
+from bft_ref.reml import observation_variance
 from tests.equations import equation
 
 # observation precision and process noise, far apart and close
@@ -134,15 +137,17 @@ def test_contracting_dynamics_freeze_the_state():
     assert_allclose(left[-1], left[-10], rtol=1e-3)
 
 
-@equation("8.5", r"\lambda'' < \frac{1}{Q}")
+@equation("8.5", r"\lambda'' \le \frac{1}{Q}")
 def test_precision_has_a_ceiling():
     rng = torch.Generator().manual_seed(1)
     shape = (3, 10_000)
     draws = torch.randn(shape, generator=rng, dtype=torch.float64)
     log_lam, log_growth, log_q = draws * torch.tensor([[3.0], [2.0], [3.0]])
     after = delta.predict(log_lam, log_growth, log_q)
-    assert (after < -log_q).all()
+    assert (after <= -log_q).all()
     assert (after + log_q).max() > -0.01  # and it is approached
+    met = delta.predict(log_lam, torch.full_like(log_lam, -torch.inf), log_q)
+    assert_allclose(met, -log_q, rtol=1e-12)  # J = −1: an equality
 
 
 @equation("8.6", r"1 - K \le \frac{1}{1 + Qo}")
@@ -281,6 +286,68 @@ def test_gradient_of_the_gain(o, q):
     x, eps = math.log(q), 1e-5
     finite = (plain(x + eps) - plain(x - eps)) / (2 * eps)
     assert_allclose(slope, finite, rtol=1e-6, atol=1e-10)
+
+
+@equation(
+    "8.15",
+    r"\prod_{\ell=L}^{L+m-1} (1 - aK_\ell) = "
+    r"\frac{\Gamma(L+m+1+\tau/o-a)\;\Gamma(L+1+\tau/o)}"
+    r"{\Gamma(L+1+\tau/o-a)\;\Gamma(L+m+1+\tau/o)}",
+)
+@pytest.mark.parametrize(("start", "more"), [(0, 5), (7, 1), (12, 30)])
+@pytest.mark.parametrize("a", [1.0, 0.5, 0.0, -0.3])
+def test_what_is_left_where_attention_subtracts_a_part(start, more, a):
+    """e = z − ah, so that only the part a of the state is subtracted."""
+    tau, o = 0.7, 2.5
+    belief = Belief.of(number(1.0), precision=tau + start * o)
+    for _ in range(more):
+        belief, _ = kalman.update(belief, -a * belief.mean, number(o).log())
+    x = tau / o
+    logs = gammaln([start + more + 1 + x - a, start + 1 + x])
+    logs = (
+        logs.sum() - gammaln([start + 1 + x - a, start + more + 1 + x]).sum()
+    )
+    assert_allclose(belief.mean, np.exp(logs), rtol=1e-10)
+    if a == 1:
+        assert_allclose(belief.mean, (start + x) / (start + more + x))
+
+
+def test_with_the_neighbours_prior_no_process_noise_opens_the_gain():
+    """Equal values: the gain is (n²/(n+1))/(1 + n²/(n+1)) for every Q."""
+    values = torch.ones(1, 1, 5, 1, dtype=torch.float64)
+    for q in (0.1, 10.0, 1e6):
+        belief = Belief.of(values[:, 0], variance=q)
+        seen = kriging_attention(
+            values,
+            values,
+            values,
+            belief.log_token_precision,
+            neighbour_variance=belief.variance.mean(-1),
+        )
+        variance = observation_variance(
+            seen.dispersion,
+            seen.n_eff[..., None],
+            seen.neighbour_variance[..., None],
+        )[:, 0]
+        k = kalman.gain(belief.log_precision, -variance.log())
+        assert_allclose(k, (25 / 6) / (1 + 25 / 6), rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_patch_that_cannot_be_seen_stalls_sgd_and_not_adam(kind):
+    """One gain, the same gradient at each step: only Adam goes anywhere."""
+    lam, o = number(1.7).log(), number(0.4).log()
+    log_q = number([math.log(1e4)]).requires_grad_()
+    optimiser = kind([log_q], lr=0.1)
+    for _ in range(50):
+        k = kalman.gain(delta.predict(lam, number(0.0), log_q), o)
+        # expected squared error of h + K(z − h), h of variance 1/λ + 0.5
+        loss = (1 - k) ** 2 * (1 / 1.7 + 0.5) + k**2 / 0.4
+        optimiser.zero_grad()
+        loss.sum().backward()
+        optimiser.step()
+    moved = abs(log_q.item() - math.log(1e4))
+    assert moved < 0.01 if kind is torch.optim.SGD else moved > 4
 
 
 def test_a_layer_predicts_by_this_rule():

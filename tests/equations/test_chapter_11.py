@@ -29,7 +29,7 @@ from tests.equations import equation
 SIGMA2 = 2.5
 
 
-def signed(batch_size=9, seed=0):
+def signed(size=9, seed=0):
     """Weights of any sum and sign."""
     rng = np.random.default_rng(seed)
     return rng.normal(0.3, 1.0, size) / size

@@ -248,7 +248,7 @@ def test_no_step_of_adam_is_longer(betas):
     rng = np.random.default_rng(6)
     for heavy in (1.0, 3.0):
         signs = rng.choice([-1, 1], 400)
-        gradients = signs * np.exp(heavy * rng.normal(batch_size=400))
+        gradients = signs * np.exp(heavy * rng.normal(size=400))
         gradients[rng.random(400) < 0.6] = 0
         steps = np.abs(adam_steps(gradients, lr, betas))
         assert steps.max() <= lr * bound(betas) * (1 + 1e-9)

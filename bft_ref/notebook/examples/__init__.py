@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bft_ref.notebook.examples.laboratory import gravity, silicon, silver
 from bft_ref.notebook.examples.mauna_loa import co2
+from bft_ref.notebook.examples.stage import plays
 from bft_ref.notebook.examples.survey import engel, schools
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "engel",
     "gravity",
     "nile",
+    "plays",
     "schools",
     "silicon",
     "silver",

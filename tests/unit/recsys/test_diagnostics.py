@@ -83,7 +83,7 @@ def test_diagnostics_are_a_loop_over_users(model):
     users = range(len(split.target))
     key = [split.frequency[split.history[user][-1]] for user in users]
     assert all(by_quartile(key, key))
-    for layer, said in enumerate(found["num_layers"]):
+    for layer, said in enumerate(found["layers"]):
         gain, precision, n_eff = [], [], []
         for user in users:
             trace = traces(net, split, user)[layer]

@@ -279,7 +279,7 @@ def test_a_new_run_and_an_old_one_of_the_same_meaning_are_equal():
     how |= {"mask_rate": 0.3, "last_rate": 0.1}
     run = {k: v for k, v in new.items() if k not in ("version", "diagnostics")}
     run |= {"model": old, "train": how, "anatomy": new["diagnostics"]}
-    assert "d_model" in old and "nhead" in old and "batch_size" in how
+    assert "d" in old and "heads" in old and "batch" in how
     assert stored.of_today(run) == new
 
 
@@ -317,7 +317,7 @@ def test_what_came_later_stands_at_its_default():
     "name", ["lastfm-hstu-bft-s1", "beauty-sasrec-bft-value-s0"]
 )
 def test_a_model_of_version_1_is_read(name):
-    old = written(name)["model"] | {"n_items": 9, "d_model": 8}
+    old = written(name)["model"] | {"n_items": 9, "d": 8}
     kind = {"hstu": HSTUConfig, "sasrec": SASRecConfig}[old["model"]]
     config = from_json(kind, as_text("ModelConfig", old, 1))
     bft = {
@@ -327,7 +327,7 @@ def test_a_model_of_version_1_is_read(name):
     assert config == kind(
         n_items=9,
         d_model=8,
-        max_length=old["max_length"],
+        max_length=old["length"],
         dropout=old["dropout"],
         bft=bft[kind],
     )

@@ -491,7 +491,7 @@ def test_times_whose_dtype_does_not_tell_seconds_apart_are_refused():
     net.scores(items, times)
 
 
-@pytest.mark.parametrize("max_length", [2.5, True, "2"])
+@pytest.mark.parametrize("length", [2.5, True, "2"])
 def test_the_length_of_a_batch_is_a_whole_number(length):
     with pytest.raises(
         TypeError, match="^max_length: expected a whole number"

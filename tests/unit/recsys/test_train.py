@@ -158,7 +158,7 @@ def test_negatives_are_drawn_evenly_from_all_items_and_no_padding():
 
 def test_losses_name_the_bad_argument():
     given = questions()
-    with pytest.raises(ValueError, match="num_negatives"):
+    with pytest.raises(ValueError, match="negatives"):
         next_item_loss(*given, None, n_items=N)
     with pytest.raises(ValueError, match="loss"):
         next_item_loss(*given, None, n_items=N, kind="hinge")
@@ -258,7 +258,7 @@ def test_losses_refuse_what_is_nearly_right(kind, changed, error, said):
         # one row more, as BERT4Rec's, which must not count as an item
         "item_embeddings": torch.ones(N + 2, 4),
         "bias": torch.ones(N + 2),
-        "num_negatives": torch.tensor([1, 2, 3]),
+        "negatives": torch.tensor([1, 2, 3]),
         "n_items": N,
     }
     next_item_loss(**given, kind=kind)
@@ -286,7 +286,7 @@ def test_negatives_are_items(negatives, error):
         )
 
 
-@pytest.mark.parametrize("logq_correction", [False, True])
+@pytest.mark.parametrize("correct", [False, True])
 def test_a_single_item_is_chosen_for_certain(correct):
     query, keys = torch.randn(3, 4).requires_grad_(), torch.randn(2, 4)
     only = torch.ones(3, dtype=torch.int64)
@@ -745,7 +745,7 @@ def test_a_filter_trains_and_shows_its_diagnostics(sequences, model):
     bft = BFTConfig(project_variance=False)
     result = run(sequences, model={"model": model, "bft": bft}).result
     assert result["model"]["bft"]["project_variance"] is False
-    for layer in result["diagnostics"]["num_layers"]:
+    for layer in result["diagnostics"]["layers"]:
         assert all(0 < k < 1 for k in layer["gain"] if k is not None)
         assert layer["process_noise_mean"] > 0
     assert len(result["diagnostics"]["tau"]) == 4
