@@ -14,16 +14,19 @@ Variant = Literal["kalman", "plain", "constant", "gate", "tau_bias"]
 #: log τ: one number for all tokens, or an MLP of the token's state
 Initial = Literal["constant", "mlp"]
 
-#: one precision a token, which costs least; values of a white normalised
-#: state a priori, since a pretrained model's precision has no unit
-DEFAULT = BFTConfig(granularity="token", prior_scale="unit")
+#: one precision a token and no gradient through J, which cost least; values
+#: of a white normalised state a priori, since a pretrained model's precision
+#: has no unit
+DEFAULT = BFTConfig(
+    granularity="token", prior_scale="unit", jacobian_gradient=False
+)
 
 
 class BFTLlamaConfig(LlamaConfig):
     """A LlamaConfig, and how its layers filter.
 
-    bft: fields of :class:`bft_ref.BFTConfig` that differ from
-    :data:`DEFAULT`. bft_layers: the indices of the layers that filter, one
+    bft: fields of :class:`bft_ref.BFTConfig`; those that are not given are
+    :data:`DEFAULT`'s. bft_layers: the indices of the layers that filter, one
     after another; None: all. bft_variant: ``kalman``, the filter, or a
     control: ``constant``, a learned factor for each layer in the gain's
     place; ``gate``, σ(W h + b) for each feature; ``tau_bias``, log τ in the
@@ -56,14 +59,14 @@ class BFTLlamaConfig(LlamaConfig):
         checks.within("bft_dial", self.bft_dial, 0.0, 1.0)
         if self.bft_layers is not None:
             self.bft_layers = self._indices(self.bft_layers)
-        if isinstance(self.bft, BFTConfig):
-            self.bft = changed(self.bft)
+        self.bft = self._filter_options()
         self._check_filter()
 
     @property
     def filter(self) -> BFTConfig:
         """The options of a layer."""
-        return BFTConfig(**{**asdict(DEFAULT), **(self.bft or {})})
+        # from_pretrained(bft=…) sets what it was given after all checks
+        return BFTConfig(**self._filter_options())
 
     @property
     def filtering(self) -> range:
@@ -93,13 +96,19 @@ class BFTLlamaConfig(LlamaConfig):
             )
         return given
 
-    def _check_filter(self) -> None:
+    def _filter_options(self) -> dict[str, Any]:
+        """All of them, so that a checkpoint outlives our defaults."""
         given, known = self.bft or {}, [f.name for f in fields(BFTConfig)]
+        if isinstance(given, BFTConfig):
+            return asdict(given)
         if not isinstance(given, dict) or not {*given} <= {*known}:
             raise ValueError(
                 "bft: expected fields of BFTConfig by name, of "
                 f"{', '.join(known)}; got {given!r}"
             )
+        return {**asdict(DEFAULT), **given}
+
+    def _check_filter(self) -> None:
         config = self.filter
         refused = {
             "jacobian": "hutchinson",
@@ -119,9 +128,3 @@ class BFTLlamaConfig(LlamaConfig):
                 "bft: project_variance=False needs heads as wide as the "
                 f"state, {self.hidden_size} features, got {width}"
             )
-
-
-def changed(config: BFTConfig) -> dict:
-    """The fields that differ from :data:`DEFAULT`, for JSON."""
-    default = asdict(DEFAULT)
-    return {k: v for k, v in asdict(config).items() if v != default[k]}

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from bft_ref.config import BFTConfig
-from bft_ref.llm.config import BFTLlamaConfig, Initial, Variant, changed
+from bft_ref.llm.config import BFTLlamaConfig, Initial, Variant
 from bft_ref.llm.layer import LAYERS, BFTLlamaDecoderLayer, LogParameter
 
 SPLIT = LlamaModel._no_split_modules
@@ -165,7 +165,7 @@ def patch(
         given.pop(name, None)
     config = BFTLlamaConfig(
         **given,
-        bft={} if filter is None else changed(filter),
+        bft=filter,
         bft_layers=layers,
         bft_variant=variant,
         bft_initial_precision=initial_precision,

@@ -13,7 +13,7 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
 
     Of the last call of the model in the block; in ``generate`` with a cache
     that is the last token's. Blocks may be nested. ``model`` is what
-    :func:`bft_ref.llm.patch` gives, or anything around it, such as peft's.
+    :func:`bft_ref.llm.patch` gives, or anything around it, such as peft's::
 
         with trace(model) as traces:
             model(input_ids)
