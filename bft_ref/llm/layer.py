@@ -167,6 +167,12 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
         if is_watched(module):
             module(x)  # hooks may look, and pruning sets the weight
         gamma, eps = module.weight, module.variance_epsilon
+        if gamma.is_meta and not x.is_meta:
+            raise ValueError(
+                "device_map: expected layers that filter on a device, got "
+                "one offloaded to the CPU or the disk, whose weights are not "
+                "there to be squared"
+            )
         return self.ways.normalise(x, gamma, None, eps, centred=False)
 
     def step_and_growth(self, belief: Belief) -> tuple[Tensor, Tensor]:

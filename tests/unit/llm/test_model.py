@@ -122,6 +122,19 @@ def test_loaded_in_bfloat16_log_precision_stays_in_float32(tmp_path):
     assert torch.equal(mapped(ids).logits, model(ids).logits)
 
 
+def test_layers_on_the_disk_are_refused_by_name(tmp_path):
+    model = filtering()
+    model.save_pretrained(tmp_path)
+    parts = ["embed_tokens", "norm", "rotary_emb", "layers.0", "layers.2"]
+    where = {"lm_head": "cpu", "model.layers.1": "disk"}
+    where |= {f"model.{part}": "cpu" for part in parts}
+    found = BFTLlamaForCausalLM.from_pretrained(
+        tmp_path, device_map=where, offload_folder=tmp_path / "off"
+    )
+    with pytest.raises(ValueError, match="device_map: .*offloaded"):
+        found(some_ids())
+
+
 @pytest.mark.parametrize(
     "config", [TOKEN, NEIGHBOURS], ids=["token", "neighbours"]
 )
