@@ -237,7 +237,7 @@ def test_the_wheel_has_the_package_and_its_numbers(installed: Path):
         for path in (ROOT / "notebooks").glob("*.ipynb")
     )
     assert {path.suffix for path in there} == {
-        *[".csv", ".css", ".js", ".json", ".py", ".typed"]
+        *[".csv", ".css", ".gz", ".js", ".json", ".py", ".typed"]
     }
     metadata = f"bft_ref-{bft_ref.__version__}.dist-info"
     assert {path.name for path in installed.iterdir()} == {"bft_ref", metadata}
