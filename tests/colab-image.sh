@@ -3,7 +3,7 @@
 # of Colab's was changed, then run every notebook and compare its facts.
 set -euo pipefail
 python3 -m pip freeze --all | sort >/tmp/before
-python3 -m pip install --quiet "bft_ref[oracles,recommend] @ file://$PWD"
+python3 -m pip install --quiet "bft_ref[llm,oracles,recommend] @ file://$PWD"
 python3 -m pip freeze --all | sort >/tmp/after
 lost=$(comm -23 /tmp/before /tmp/after)
 if [ -n "$lost" ]; then

@@ -37,10 +37,10 @@ def interpreter() -> str:
 
 
 def requirement(root: Path = ROOT) -> str:
-    """What the notebooks' install cell asks pip for: "bft_ref[...]"."""
+    """The most that a notebook's install cell asks pip for."""
     source = (root / "book" / "tools" / "repo.py").read_text("utf8")
-    (found,) = re.findall(r'"(bft_ref\[?[\w,]*\]?) @ \$book"', source)
-    return found
+    (found,) = re.findall(r'LANGUAGE = "[\w,]+", "([\w,]+)"', source)
+    return f"bft_ref[{found}]"
 
 
 def changed(before: str, after: str) -> list[str]:

@@ -29,13 +29,15 @@ BEARERS = ["_config.yml", "README.md", "CITATION.cff"]
 BADGE = re.compile(
     rf"\[!\[[^]]*\]\({re.escape(COLAB)}/assets/[^)]*\)\]\([^)]*\)"
 )
+#: what chapters need beside the package; of language models, more
+EXTRAS, LANGUAGE = "oracles,recommend", "llm,oracles,recommend"
 INSTALL = """\
 # @title Install: bft_ref, on Colab where it is missing, and nothing else
 import importlib.util
 
 if importlib.util.find_spec("bft_ref") is None:
     book = "git+https://github.com/{slug}@{ref}"
-    %pip install -q "bft_ref[oracles,recommend] @ $book"
+    %pip install -q "bft_ref[{extras}] @ $book"
 
 import torch
 
@@ -85,9 +87,9 @@ class Address:
         image = f"![Open in Colab]({COLAB}/assets/colab-badge.svg)"
         return f"[{image}]({COLAB}/{page})"
 
-    def install(self) -> str:
+    def install(self, extras: str = EXTRAS) -> str:
         """The source of the cell that installs bft_ref."""
-        return INSTALL.format(slug=self.slug, ref=self.ref)
+        return INSTALL.format(slug=self.slug, ref=self.ref, extras=extras)
 
 
 def notebooks(root: Path) -> list[Path]:
@@ -137,7 +139,8 @@ def with_address(path: Path, here: Address) -> str:
         cell = nbformat.v4.new_code_cell(metadata={"tags": ["install"]})
         cell.id = "install"
         book.cells.insert(1, cell)
-    book.cells[1].source = here.install()
+    language = any("bft_ref.llm" in cell.source for cell in book.cells[2:])
+    book.cells[1].source = here.install(LANGUAGE if language else EXTRAS)
     if book == nbformat.reads(text, as_version=4):
         return text
     return nbformat.writes(book) + "\n"

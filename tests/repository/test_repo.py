@@ -241,7 +241,7 @@ def test_one_version_everywhere(root: Path):
 
 def test_colab_install_is_the_one_that_is_checked(root: Path):
     image = (root / "tests" / "colab-image.sh").read_text("utf8")
-    assert colab.requirement() == "bft_ref[oracles,recommend]"
+    assert colab.requirement() == "bft_ref[llm,oracles,recommend]"
     assert f'"{colab.requirement()} @ file://' in image
 
 
