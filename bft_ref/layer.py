@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bft_ref import delta, fast, reml
+from bft_ref import delta, fast, projections, reml
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
 from bft_ref.network import step_and_growth
@@ -23,11 +23,9 @@ from bft_ref.support.modules import (
 )
 from bft_ref.support.numerics import (
     at_least_float32,
-    autocast_device,
     log_mean_exp,
 )
 from bft_ref.support.transplant import keep_process_noise, layer_like
-from bft_ref.support.weights import of_weights
 
 
 class Observation(NamedTuple):
@@ -306,8 +304,12 @@ class BFTLayer(nn.Module):
         variance = self.ways.observation_variance(
             moments.dispersion,
             moments.n_eff.unsqueeze(-1),
-            self._prior_scale(
-                w_in, moments.neighbour_variance, feature_weights
+            projections.prior_scale(
+                w_in,
+                self.norm1.weight if self.norm_first else None,
+                moments.neighbour_variance,
+                (self.nhead, self.num_kv_heads, self.head_dim),
+                feature_weights,
             ),
             c.prior_dof,
             c.reading,
@@ -438,35 +440,10 @@ class BFTLayer(nn.Module):
             like = at_least_float32(attn.in_proj_weight)
             weights = like.new_full((self.d_model,), 1 / self.d_model)
         elif is_linear(w_out):
-            w = w_out.weight
-            weights = of_weights(
-                "feature_weights",
-                [w],
-                lambda: at_least_float32(w).square().mean(0),
-            )
+            weights = projections.mean_square(w_out.weight)
         else:
             return None
         return weights.unflatten(0, (self.nhead, self.head_dim))
-
-    def _prior_scale(
-        self, w_in: Tensor, neighbours: Tensor, feature_weights: Tensor | None
-    ) -> Tensor:
-        """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
-        gamma = self.norm1.weight if self.norm_first else None
-
-        def squares() -> Tensor:
-            w_v = w_in[-self.num_kv_heads * self.head_dim :]
-            if gamma is not None:
-                w_v = w_v * gamma
-            g = at_least_float32(w_v).square().sum(-1)
-            g = g.unflatten(0, (-1, self.head_dim))
-            return g.repeat_interleave(self.nhead // self.num_kv_heads, 0)
-
-        sizes = (self.nhead, self.num_kv_heads, self.head_dim)
-        g = of_weights(("prior_scale", *sizes), [w_in, gamma], squares)
-        if feature_weights is not None:
-            g = (g * feature_weights).sum(-1, True)
-        return g.unsqueeze(-2) * neighbours.unsqueeze(-1)
 
     def _through_out_proj(
         self, variance: Tensor, weight: Tensor | None, like: Tensor
@@ -476,12 +453,7 @@ class BFTLayer(nn.Module):
             warn_unknown("self_attn.out_proj")
             signs = self.signs(like, 0).to(like.dtype)
             return squared_map(self.self_attn.out_proj, variance, signs)
-        with torch.autocast(autocast_device(variance), enabled=False):
-            squares = of_weights(
-                *("squares", [weight]),
-                lambda: at_least_float32(weight).square(),
-            )
-            return variance @ squares.mT
+        return projections.through(weight, variance)
 
     def _value_of_nothing(self, w_v: Tensor, b_v: Tensor | None) -> Tensor:
         """W_V β + b_V, (H_kv, 1, d_h): the value of a state of zeros.

@@ -9,14 +9,14 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from bft_ref import delta, fast, reml
+from bft_ref import delta, fast, projections, reml
 from bft_ref.belief import Belief
 from bft_ref.layer import Observation
 from bft_ref.llm.config import BFTLlamaConfig
 from bft_ref.llm.widened import columns, numbers
 from bft_ref.support import checks
 from bft_ref.support.modules import apply, is_linear
-from bft_ref.support.numerics import at_least_float32, autocast_device
+from bft_ref.support.numerics import at_least_float32
 
 
 class Keys(NamedTuple):
@@ -106,7 +106,13 @@ class BFTLlamaAttention(LlamaAttention):
         variance = self.ways.observation_variance(
             moments.dispersion,
             moments.n_eff.unsqueeze(-1),
-            self._prior_scale(w_v, norm, moments.neighbour_variance, weights),
+            projections.prior_scale(
+                w_v,
+                norm.gamma,
+                moments.neighbour_variance,
+                (q.shape[1], keys.key.shape[1], self.head_dim),
+                weights,
+            ),
             c.prior_dof,
             c.reading,
         )
@@ -192,29 +198,10 @@ class BFTLlamaAttention(LlamaAttention):
             width = self.config.hidden_size
             weights = like.new_full((width,), 1 / width)
         elif is_linear(w_o):
-            weights = at_least_float32(w_o.weight).square().mean(0)
+            weights = projections.mean_square(w_o.weight)
         else:
             return None
         return weights.unflatten(0, (-1, self.head_dim))
-
-    def _prior_scale(
-        self,
-        w_v: Tensor,
-        norm: delta.Normalised,
-        neighbours: Tensor,
-        feature_weights: Tensor | None,
-    ) -> Tensor:
-        """s₀² = g_i Σ_j α̃_tj c_j, g_i = Σ_k (W_V[i,k] γ_k)², per head."""
-        g = (
-            at_least_float32(w_v if norm.gamma is None else w_v * norm.gamma)
-            .square()
-            .sum(-1)
-        )
-        g = g.unflatten(0, (-1, self.head_dim))
-        g = g.repeat_interleave(self.num_key_value_groups, 0)
-        if feature_weights is not None:
-            g = (g * feature_weights).sum(-1, True)
-        return g.unsqueeze(-2) * neighbours.unsqueeze(-1)
 
     def _in_state_units(self, variance: Tensor, w_o: Tensor | None) -> Tensor:
         """Σ_k W_O[i,k]² v_k, (B, T, d), or its mean: Equation (6.16)."""
@@ -226,8 +213,7 @@ class BFTLlamaAttention(LlamaAttention):
                     "o_proj: expected a linear map, which carries variances "
                     "into the state; its hooks leave its matrix unknown"
                 )
-            with torch.autocast(autocast_device(variance), enabled=False):
-                variance = variance @ at_least_float32(w_o).square().mT
+            variance = projections.through(w_o, variance)
         if c.granularity == "token":
             variance = variance.mean(-1, keepdim=True)
         return variance

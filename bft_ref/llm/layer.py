@@ -17,6 +17,7 @@ from bft_ref.llm.widened import narrow, widen
 from bft_ref.support.derivatives import constant_unless
 from bft_ref.support.modules import apply, is_linear, is_watched
 from bft_ref.support.numerics import at_least_float32
+from bft_ref.support.weights import of_weights
 
 
 class LogParameter(nn.Module):
@@ -185,7 +186,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
             w_g, w_u, w_d = (part.weight for part in parts)
             return self.ways.feed_forward_growth(
                 x,
-                torch.cat([w_g, w_u]),
+                _joined(w_g, w_u),
                 None,
                 w_d,
                 None,
@@ -215,6 +216,16 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
             c.jacobian_gradient,
             lambda: delta.log_square(1 + jacobian(ffn, norm, exact)),
         )
+
+
+def _joined(w_g: Tensor, w_u: Tensor) -> Tensor:
+    """Both matrices in one; in evaluation made once, as a parameter is."""
+    if torch.is_grad_enabled():
+        return torch.cat([w_g, w_u])
+    return of_weights(
+        *("joined", [w_g, w_u]),
+        lambda: nn.Parameter(torch.cat([w_g, w_u]), requires_grad=False),
+    )
 
 
 class PlainLayer(BFTLlamaDecoderLayer):

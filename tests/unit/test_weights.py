@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 from bft_ref.support import weights as module
 from bft_ref.support.weights import of_weights
@@ -125,7 +126,7 @@ def test_nothing_is_kept_where_it_might_be_another(asked):
         torch.func.vmap(lambda s: s * asked(w))(torch.ones(3))
         with torch.autocast("cpu"):
             asked(w)
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
+        with FlopCounterMode(display=False):
             asked(w)
     assert len(asked.calls) == 7
     linear = parametrizations.weight_norm(nn.Linear(4, 5))
