@@ -220,7 +220,7 @@ class BFTLlamaDecoderLayer(LlamaDecoderLayer):
 
 def _joined(w_g: Tensor, w_u: Tensor) -> Tensor:
     """Both matrices in one; in evaluation made once, as a parameter is."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.cat([w_g, w_u])
     return of_weights(
         *("joined", [w_g, w_u]),
