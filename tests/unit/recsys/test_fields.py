@@ -19,7 +19,11 @@ from bft_ref.recsys.storage import as_fields, from_json
 from bft_ref.recsys.train import TrainConfig, fit
 
 ROOT = Path(__file__).resolve().parents[3]
-RUNS = sorted((ROOT / "results").rglob("*-s[0-9].json"))
+RUNS = sorted(  # those of language models begin with nq
+    path
+    for path in (ROOT / "results").rglob("*-s[0-9].json")
+    if not path.name.startswith("nq-")
+)
 
 
 def written(name):
