@@ -13,10 +13,11 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -277,12 +278,22 @@ def write(record: dict, path: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    return asked(Options, run, "benchmarks.layer", arguments)
+
+
+def asked(
+    options: Callable[..., Any],
+    run: Callable[[Any], Any],
+    prog: str,
+    arguments: list[str] | None,
+) -> int:
+    """Run what a command line asks for; 2 where its options are none."""
     try:
-        options = tyro.cli(Options, args=arguments, prog="benchmarks.layer")
+        chosen = tyro.cli(options, args=arguments, prog=prog)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    run(options)
+    run(chosen)
     return 0
 
 

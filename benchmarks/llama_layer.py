@@ -188,15 +188,7 @@ def run(options: Options) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        options = tyro.cli(
-            Options, args=arguments, prog="benchmarks.llama_layer"
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    run(options)
-    return 0
+    return bench.asked(Options, run, "benchmarks.llama_layer", arguments)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bft_ref import delta, fast, projections, reml
 from bft_ref.belief import Belief
 from bft_ref.config import BFTConfig
+from bft_ref.kriging import AttentionMoments
 from bft_ref.network import step_and_growth
 from bft_ref.rotary import rotate
 from bft_ref.support import checks, door
@@ -301,9 +302,8 @@ class BFTLayer(nn.Module):
         )
         flat = moments.mean.transpose(1, 2).flatten(-2).to(x.dtype)
         innovation, w_out = apply(attn.out_proj, flat)
-        variance = self.ways.observation_variance(
-            moments.dispersion,
-            moments.n_eff.unsqueeze(-1),
+        log_precision = observed_log_precision(
+            *(self.ways, c, moments),
             projections.prior_scale(
                 w_in,
                 self.norm1.weight if self.norm_first else None,
@@ -311,21 +311,9 @@ class BFTLayer(nn.Module):
                 (self.nhead, self.num_kv_heads, self.head_dim),
                 feature_weights,
             ),
-            c.prior_dof,
-            c.reading,
+            feature_weights is not None,
+            lambda variance: self._through_out_proj(variance, w_out, flat),
         )
-        if feature_weights is not None:
-            variance = variance.sum(1)
-        else:
-            variance = variance.transpose(1, 2).flatten(-2)
-            if c.project_variance:
-                variance = self._through_out_proj(variance, w_out, flat)
-            if c.granularity == "token":
-                variance = variance.mean(-1, keepdim=True)
-        log_precision = self.ways.log_precision(variance)
-        # an observation needs all its heads
-        saw = (moments.n_eff > 0).all(1).unsqueeze(-1)
-        log_precision = torch.where(saw, log_precision, -torch.inf)
         if cache is not None:
             cache.keep(joined)
         innovation = self.drop(innovation)
@@ -499,6 +487,45 @@ class AttentionParameters(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
+
+
+def observed_log_precision(
+    ways: fast.Steps,
+    config: BFTConfig,
+    moments: AttentionMoments,
+    prior_scale: Tensor,
+    added_up: bool,
+    through: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """log λ_obs of what attention saw, heads taken as independent.
+
+    ``added_up``: features of a head were weighed and added up already, by
+    ``feature_weights``. Else they are carried ``through`` W_O, if the config
+    says ``project_variance``, and averaged for one precision a token.
+
+    Shapes: ``prior_scale`` s₀² (B, H, T, d_h or 1); ``through`` maps variances
+    (B, T, H·d_h) → (B, T, d) → (B, T, d) or (B, T, 1), −inf where a token saw
+    nothing in some head.
+    """
+    variance = ways.observation_variance(
+        moments.dispersion,
+        moments.n_eff.unsqueeze(-1),
+        prior_scale,
+        config.prior_dof,
+        config.reading,
+    )
+    if added_up:
+        variance = variance.sum(1)
+    else:
+        variance = variance.transpose(1, 2).flatten(-2)
+        if config.project_variance:
+            variance = through(variance)
+        if config.granularity == "token":
+            variance = variance.mean(-1, keepdim=True)
+    log_precision = ways.log_precision(variance)
+    # an observation needs all its heads
+    saw = (moments.n_eff > 0).all(1).unsqueeze(-1)
+    return torch.where(saw, log_precision, -torch.inf)
 
 
 def _fixed_signs(shape: tuple[int, ...], seed: int) -> Tensor:

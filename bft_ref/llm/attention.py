@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import (
 
 from bft_ref import delta, fast, projections, reml
 from bft_ref.belief import Belief
-from bft_ref.layer import Observation
+from bft_ref.layer import Observation, observed_log_precision
 from bft_ref.llm.config import BFTLlamaConfig
 from bft_ref.llm.widened import columns, numbers
 from bft_ref.support import checks
@@ -103,9 +103,8 @@ class BFTLlamaAttention(LlamaAttention):
         )
         flat = moments.mean.transpose(1, 2).flatten(-2).to(x.dtype)
         innovation, w_o = apply(self.o_proj, flat)
-        variance = self.ways.observation_variance(
-            moments.dispersion,
-            moments.n_eff.unsqueeze(-1),
+        log_precision = observed_log_precision(
+            *(self.ways, c, moments),
             projections.prior_scale(
                 w_v,
                 norm.gamma,
@@ -113,17 +112,9 @@ class BFTLlamaAttention(LlamaAttention):
                 (q.shape[1], keys.key.shape[1], self.head_dim),
                 weights,
             ),
-            c.prior_dof,
-            c.reading,
+            weights is not None,
+            lambda variance: _through(w_o, variance),
         )
-        if weights is not None:
-            variance = variance.sum(1)
-        else:
-            variance = self._in_state_units(variance, w_o)
-        log_precision = self.ways.log_precision(variance)
-        # an observation needs all its heads
-        saw = (moments.n_eff > 0).all(1).unsqueeze(-1)
-        log_precision = torch.where(saw, log_precision, -torch.inf)
         return Observation(
             innovation, log_precision, moments.n_eff, moments.weights
         )
@@ -203,20 +194,14 @@ class BFTLlamaAttention(LlamaAttention):
             return None
         return weights.unflatten(0, (-1, self.head_dim))
 
-    def _in_state_units(self, variance: Tensor, w_o: Tensor | None) -> Tensor:
-        """Σ_k W_O[i,k]² v_k, (B, T, d), or its mean: Equation (6.16)."""
-        c = self.filter
-        variance = variance.transpose(1, 2).flatten(-2)
-        if c.project_variance:
-            if w_o is None:
-                raise ValueError(
-                    "o_proj: expected a linear map, which carries variances "
-                    "into the state; its hooks leave its matrix unknown"
-                )
-            variance = projections.through(w_o, variance)
-        if c.granularity == "token":
-            variance = variance.mean(-1, keepdim=True)
-        return variance
+
+def _through(w_o: Tensor | None, variance: Tensor) -> Tensor:
+    if w_o is None:
+        raise ValueError(
+            "o_proj: expected a linear map, which carries variances into the "
+            "state; its hooks leave its matrix unknown"
+        )
+    return projections.through(w_o, variance)
 
 
 def _visible(

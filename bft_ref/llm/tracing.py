@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bft_ref.layer import LayerTrace
+from bft_ref.llm.layer import BFTLlamaDecoderLayer
 
 
 @contextmanager
@@ -22,8 +23,6 @@ def trace(model: Any) -> Iterator[list[LayerTrace]]:
     Raises: TypeError for a model without a layer that filters; RuntimeError
     if it was not called in the block.
     """
-    from bft_ref.llm.layer import BFTLlamaDecoderLayer
-
     layers = [
         each
         for each in getattr(model, "modules", list)()

@@ -15,12 +15,6 @@ from tests.factories import (
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Others' graphs of the same functions count towards a limit."""
-    torch.compiler.reset()
-
-
 def step(model, belief, hidden):
     """Belief and gradients of one training step."""
     model.zero_grad(set_to_none=True)

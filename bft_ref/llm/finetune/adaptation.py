@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from bft_ref.llm.calibration import calibrate
+from bft_ref.llm.config import Initial, Variant
 from bft_ref.llm.finetune.known import Known, KnownPrecision
+from bft_ref.llm.model import is_added, patch
 from bft_ref.support import checks
 
-Variant = Literal["plain", "kalman", "constant", "gate", "tau_bias"]
 MATRICES = (
     "q_proj",
     "k_proj",
@@ -43,7 +45,7 @@ class Adaptation:
     # after the output projection, which is divided by it.
     gain: float = 1.0
     # One learned log τ, or each token's by a network from its state.
-    initial_precision: Literal["constant", "mlp"] = "constant"
+    initial_precision: Initial = "constant"
 
     def __post_init__(self):
         checks.typed(self)
@@ -102,8 +104,6 @@ def adapt(
         )
     upper = range(layers - config.top, layers)
     if config.variant != "plain":
-        from bft_ref.llm import calibrate, patch
-
         model = patch(
             model,
             layers=upper,
@@ -133,18 +133,9 @@ def adapt(
         _add_lora(model, upper, config.lora_rank)
     for name, p in model.named_parameters():
         inside = any(name.startswith(f"model.layers.{i}.") for i in upper)
-        if is_precision(name) or (inside and not config.lora_rank):
+        if is_added(name) or (inside and not config.lora_rank):
             p.requires_grad_(True)
     return model
-
-
-def is_precision(name: str) -> bool:
-    """Whether a parameter is log τ, log Q, or stands in their place."""
-    return any(
-        part in ("process_noise", "initial_precision", "gain")
-        or part.endswith(("process_noise", "initial_precision"))
-        for part in name.split(".")
-    )
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

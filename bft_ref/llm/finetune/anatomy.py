@@ -10,10 +10,11 @@ from torchmetrics.functional.classification import binary_auroc
 from transformers import LlamaForCausalLM
 
 from bft_ref.layer import LayerTrace
-from bft_ref.llm.finetune.adaptation import is_precision
 from bft_ref.llm.finetune.evaluate import answer_positions, upper
 from bft_ref.llm.finetune.known import Known
 from bft_ref.llm.finetune.states import LowerStates
+from bft_ref.llm.model import is_added
+from bft_ref.llm.tracing import trace
 
 
 def precisions(model: LlamaForCausalLM) -> dict[str, float]:
@@ -21,7 +22,7 @@ def precisions(model: LlamaForCausalLM) -> dict[str, float]:
     return {
         name: round(p.detach().mean().item(), 5)
         for name, p in model.named_parameters()
-        if is_precision(name) and "base_layer" not in name
+        if is_added(name) and "base_layer" not in name
     }
 
 
@@ -155,8 +156,6 @@ def _traces(
     known: Known | None,
 ) -> tuple[Tensor, list[LayerTrace]]:
     """Logits at the answers, and what the layers saw."""
-    from bft_ref.llm import trace
-
     with trace(model) as traces:
         logits = upper(model, states, indices, known)
     return logits, traces

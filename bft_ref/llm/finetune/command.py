@@ -15,12 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from tyro.conf import arg
 
 from bft_ref.llm import qa
-from bft_ref.llm.finetune.adaptation import (
-    Adaptation,
-    adapt,
-    is_precision,
-    trained,
-)
+from bft_ref.llm.config import DEFAULT
+from bft_ref.llm.finetune.adaptation import Adaptation, adapt, trained
 from bft_ref.llm.finetune.anatomy import (
     by_layer,
     by_passage,
@@ -35,6 +31,7 @@ from bft_ref.llm.finetune.states import (
     lower_states,
 )
 from bft_ref.llm.finetune.trainer import FineTuneConfig, fit
+from bft_ref.llm.model import is_added
 from bft_ref.llm.qa.data import FILES
 from bft_ref.llm.qa.examples import Example, digest
 from bft_ref.llm.weights import load_smollm2
@@ -151,11 +148,14 @@ def parse(arguments: Iterable[str]) -> FineTune:
 
 def identity(run: FineTune) -> dict[str, Any]:
     """What the run's result depends on, but the weights, as JSON has it."""
+    filters = run.adaptation.variant == "kalman"
     found = {
         "task": asdict(run.task),
         "adaptation": asdict(run.adaptation),
         "train": asdict(run.train),
         "known": None if run.known is None else asdict(run.known),
+        # of layers that filter: the package's default, as it is today
+        "filter": asdict(DEFAULT) if filters else None,
         "data": {name: file.sha256 for name, file in FILES.items()},
     }
     return json.loads(json.dumps(found))
@@ -301,7 +301,7 @@ def execute(run: FineTune) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in free.values()),
         "precision_parameters": sum(
-            p.numel() for name, p in free.items() if is_precision(name)
+            p.numel() for name, p in free.items() if is_added(name)
         ),
         "history": history,
         "before": before,

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM
 
-from bft_ref.llm.finetune.adaptation import is_precision, trained
+from bft_ref.llm.finetune.adaptation import trained
 from bft_ref.llm.finetune.evaluate import upper
 from bft_ref.llm.finetune.known import Known
 from bft_ref.llm.finetune.losses import Loss, answer_loss
 from bft_ref.llm.finetune.states import LowerStates
+from bft_ref.llm.model import is_added
 from bft_ref.support import checks
 from bft_ref.training import checkpoint as checkpoints
 from bft_ref.training.checkpoint import RunError
@@ -205,7 +206,7 @@ def _optimizer(
 ) -> torch.optim.AdamW:
     free = trained(model)
     # a gate's or a network's matrix learns as other matrices do
-    fast = {n for n, p in free.items() if is_precision(n) and p.dim() < 2}
+    fast = {n for n, p in free.items() if is_added(n) and p.dim() < 2}
     precision = [p for name, p in free.items() if name in fast]
     plain = [p for name, p in free.items() if name not in fast]
     groups = [

@@ -14,7 +14,6 @@ from bft_ref.llm.finetune import command
 from bft_ref.llm.finetune.adaptation import (
     Adaptation,
     adapt,
-    is_precision,
     trained,
 )
 from bft_ref.llm.finetune.anatomy import by_layer, by_passage, ranks_noise
@@ -23,6 +22,7 @@ from bft_ref.llm.finetune.known import Known, log_tau
 from bft_ref.llm.finetune.losses import answer_loss
 from bft_ref.llm.finetune.states import lower_states
 from bft_ref.llm.finetune.trainer import FineTuneConfig, batches, fit, rate
+from bft_ref.llm.model import is_added
 from bft_ref.training.checkpoint import RunError
 from tests.unit.llm import small
 
@@ -273,7 +273,7 @@ def test_only_precisions_take_their_own_rate(examples, tmp_path):
     fitted(model, states, config)
     for name, p in trained(model).items():
         size = (p - before[name]).abs().max().item()
-        fast = is_precision(name) and p.dim() < 2
+        fast = is_added(name) and p.dim() < 2
         assert size <= (0.11 if fast else 2e-7), name
     ends = [n for n in before if n.endswith("process_noise.weight")]
     assert any((trained(model)[n] != before[n]).any() for n in ends)
@@ -283,9 +283,9 @@ def test_lora_trains_its_own_matrices_and_the_precisions(examples, tmp_path):
     adaptation = replace(FILTER, lora_rank=2)
     model, states = prepared(adaptation, examples, tmp_path)
     names = trained(model)
-    assert all("lora_" in name or is_precision(name) for name in names)
+    assert all("lora_" in name or is_added(name) for name in names)
     assert sum("lora_A" in name for name in names) == 2 * 7
-    assert sum(map(is_precision, names)) == 3
+    assert sum(map(is_added, names)) == 3
     history = fitted(
         model, states, FineTuneConfig(lr=3e-2, epochs=8, batch_size=4)
     )
