@@ -11,10 +11,12 @@
   public modules of a package, read without being imported.
 - A folded cell shows its title instead of its first line.
 - The empty corner of a table that pandas wrote is no heading.
+- ``stored-output`` shows on a page what a notebook's cell has stored.
 - Thebe, which would run cells on a server elsewhere, is left out.
 """
 
 import ast
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -80,6 +82,7 @@ def copy_static(app: Sphinx) -> None:
     here = Path(__file__).parent
     for own in [*here.glob("*.css"), *here.glob("*.js")]:
         shutil.copy2(own, target)
+    shutil.copy2(here.parent / "images" / "card.png", target)
 
 
 class AnchorEquations(SphinxTransform):
@@ -240,6 +243,31 @@ class ApiModules(SphinxDirective):
         )
 
 
+class StoredOutput(SphinxDirective):
+    """The HTML that the cell with an id has stored in a notebook."""
+
+    required_arguments = 2
+
+    def run(self) -> list[nodes.Node]:
+        name, cell_id = self.arguments
+        path = Path(self.env.srcdir, name)
+        self.env.note_dependency(str(path))
+        cells = json.loads(path.read_text("utf8"))["cells"]
+        found = [
+            "".join(output["data"]["text/html"])
+            for cell in cells
+            if cell["id"] == cell_id
+            for output in cell["outputs"]
+            if "text/html" in output.get("data", {})
+        ]
+        if len(found) != 1:
+            raise self.error(
+                f"stored-output: expected one HTML output of cell {cell_id} "
+                f"in {name}, got {len(found)}"
+            )
+        return [nodes.raw("", found[0], format="html")]
+
+
 def modules(package: Path, flat: bool = False) -> list[str]:
     """The dotted names of a package's public modules that define something.
 
@@ -382,6 +410,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("env-purge-doc", forget)
     app.connect("autodoc-process-docstring", as_fields)
     app.add_directive("api-modules", ApiModules)
+    app.add_directive("stored-output", StoredOutput)
     app.add_transform(AnchorEquations)
     app.add_transform(NameBadges)
     app.add_post_transform(LinkNumbers)

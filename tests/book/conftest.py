@@ -1,11 +1,16 @@
 """What the tests of the built book share."""
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from book.tools import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +29,7 @@ def small_book(tmp_path: Path) -> Path:
     """A two-page book with the real settings, quick to build."""
     for name in ["_config.yml", "pyproject.toml"]:
         shutil.copy(ROOT / name, tmp_path)
-    for name in ["site", "tools"]:
+    for name in ["images", "site", "tools"]:
         shutil.copytree(
             ROOT / "book" / name,
             tmp_path / "book" / name,
@@ -58,3 +63,25 @@ def build():
         )
 
     return run
+
+
+def executable() -> str:
+    """Chromium's path; skips where there is none, but fails under CI."""
+    try:
+        return chromium.find()
+    except FileNotFoundError as none:
+        if os.environ.get("CI", "").lower() in {"1", "true"}:
+            pytest.fail(f"{none}; CI needs one")
+        pytest.skip(str(none))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser without a window."""
+    path = executable()
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=path, args=chromium.FLAGS
+        )
+        yield started
+        started.close()

@@ -6,7 +6,6 @@ rules inside the article and never scrolls sideways. Every slider is moved
 by keyboard through all its values, and its numbers are the recorded facts.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,24 +14,15 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from bft_ref.notebook import SliderState, facts, figures, sliders
+from tests.book.conftest import executable
 from tests.book.small import APART
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-NAMES = ["chromium", "chromium-browser", "google-chrome", "chrome"]
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 VIEWS = {
     "light": (1280, "light"),
     "dark": (1280, "dark"),
@@ -47,27 +37,6 @@ THEME_PARTS = [
 ]
 # Pages that the theme writes, without an article of ours.
 THEME_PAGES = {"genindex.html", "search.html", "py-modindex.html"}
-
-
-def executable() -> str:
-    """Chromium's path; skips where there is none, but fails under CI."""
-    for name in NAMES:
-        if path := shutil.which(name):
-            return path
-    message = f"no browser: none of {', '.join(NAMES)} is on the path"
-    if os.environ.get("CI", "").lower() in {"1", "true"}:
-        pytest.fail(message + "; CI needs one")
-    pytest.skip(message)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A browser without a window."""
-    path = executable()
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield started
-        started.close()
 
 
 @contextmanager
