@@ -10,7 +10,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= agg
 
-.PHONY: help install check fix hooks test book serve archive notebooks
+.PHONY: help install check fix hooks test book serve archive pdf notebooks
 .PHONY: set-repo mutants test-colab gpu links dist clean
 
 help:
@@ -20,6 +20,8 @@ help:
 	@echo "make book       build the book into _build/html"
 	@echo "make serve      build it and serve it on port $(PORT)"
 	@echo "make archive    zip the built book, to be read from a folder"
+	@echo "make pdf        build it, and print it to _build/html/bft-book.pdf;"
+	@echo "                needs Chromium"
 	@echo "make install    make .venv with all that notebooks and checks need"
 	@echo "make hooks      fix and check at each commit; notebooks by cells"
 	@echo "make notebooks [ONLY=06]"
@@ -46,6 +48,9 @@ serve: book
 
 archive: book
 	@$(BIN)/python -m book.tools.build --archive
+
+pdf: book $(VENV)/test.stamp
+	@$(BIN)/python -m book.tools.pdf
 
 install: $(VENV)/test.stamp
 

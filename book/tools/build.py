@@ -18,13 +18,13 @@ COMMAND = "from jupyter_book.cli.main import main; main()"
 def build(source: Path, builder: str = "html") -> int:
     """Build ``source`` strictly; the exit status of Jupyter Book."""
     out = source / "_build"
-    for made in ["html", ".doctrees", ".jupyter_cache", "static", builder]:
+    for made in [builder, ".doctrees", ".jupyter_cache", "static"]:
         shutil.rmtree(out / made, ignore_errors=True)
     options = ["--all", "-W", "--keep-going", "--quiet", "--builder", builder]
     status = subprocess.run(
         [sys.executable, "-c", COMMAND, "build", str(source), *options]
     ).returncode
-    static = out / "html" / "_static"
+    static = out / builder / "_static"
     # a third of the site, of use only to who works on the theme
     for unused in [*static.rglob("*.map"), *static.glob("*macros.html")]:
         unused.unlink(missing_ok=True)
