@@ -256,29 +256,3 @@ def test_shared_errors_inflate_the_variance():
         covariance = (ρ + (1 - ρ) * same) / OBS
         true = w @ covariance @ w
         close(true / belief.variance, number(1 + (n - 1) * ρ), 1e-11)
-
-
-@equation("2.14", r"P(K) = \frac{(1-K)^2\,Q + K^2/o}{K\,(2 - K)}")
-def test_the_error_of_a_filter_with_the_wrong_gain():
-    length = 400
-    t = torch.arange(length).double()
-    level = Q * torch.minimum(t[:, None], t[None, :])
-    observed = level + torch.eye(length, dtype=torch.float64) / OBS
-    for wrong in (0.01, 1.0, 50.0):
-        qo = wrong * Q * OBS
-        k = 2 / (1 + math.sqrt(1 + 4 / qo))
-        weights = k * (1 - k) ** t.flip(0)
-        weights[0] = (1 - k) ** (length - 1)  # all of the first one
-        # Var(h_T - w·z), from the covariances of levels and observations
-        variance = (
-            level[-1, -1]
-            - 2 * weights @ level[:, -1]
-            + weights @ observed @ weights
-        )
-        formula = ((1 - k) ** 2 * Q + k**2 / OBS) / (k * (2 - k))
-        close(variance, number(formula), 1e-8)
-        claimed = k / OBS
-        if wrong == 1:
-            assert math.isclose(claimed, formula)
-        else:
-            assert (claimed < formula) == (wrong < 1)

@@ -312,6 +312,27 @@ def test_what_is_left_where_attention_subtracts_a_part(start, more, a):
         assert_allclose(belief.mean, (start + x) / (start + more + x))
 
 
+@equation("8.16", r"P(K) = \frac{(1-K)^2\,Q + K^2/o}{K\,(2 - K)}")
+@pairs
+def test_the_error_of_a_filter_with_the_wrong_gain(o, q):
+    """Var(h_T − w·z) from the covariances of levels and observations."""
+    t = np.arange(2000.0)
+    level = q * np.minimum(t[:, None], t)
+    observed = level + np.eye(len(t)) / o
+    for wrong in (0.01, 1.0, 50.0):
+        k = 2 / (1 + math.sqrt(1 + 4 / (wrong * q * o)))
+        w = k * (1 - k) ** t[::-1]
+        w[0] = (1 - k) ** (len(t) - 1)  # all of the first one
+        variance = level[-1, -1] - 2 * w @ level[:, -1] + w @ observed @ w
+        formula = ((1 - k) ** 2 * q + k**2 / o) / (k * (2 - k))
+        assert_allclose(variance, formula, rtol=1e-7)
+        claimed = k / o
+        if wrong == 1:
+            assert_allclose(claimed, formula)
+        else:
+            assert (claimed < formula) == (wrong < 1)
+
+
 def test_with_the_neighbours_prior_no_process_noise_opens_the_gain():
     """Equal values: the gain is (n²/(n+1))/(1 + n²/(n+1)) for every Q."""
     values = torch.ones(1, 1, 5, 1, dtype=torch.float64)
