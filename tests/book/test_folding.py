@@ -25,8 +25,6 @@ LONG: dict[str, set[str]] = {
     "05-inverse-chi-square": {"c008", "c024"},
     "07-delta-method": {"3d9bc0a0"},
     "10-memory-and-speed": {"10-011"},
-    "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
-    "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},
     "14-two-other-backbones": {
         "283bba66",
         "33ea08b9",

@@ -277,6 +277,20 @@ def test_memory_of_a_layer(log_lam, log_o, log_g, log_q):
     assert 0 < start.grad < 1
 
 
+def test_a_change_common_to_all_tokens_keeps_what_the_update_would_take():
+    """With the neighbours' prior and values that agree, λ_obs follows λ."""
+    layer, h, _ = parts()
+    same = h[:, :1].expand(h.shape)
+
+    def after(level):
+        return layer(Belief(same, torch.full_like(same, level))).log_precision
+
+    step = 1e-4
+    slope = (after(0.3 + step) - after(0.3 - step)) / (2 * step)
+    passed = 1 - layer.log_process_noise.exp() * after(0.3).exp()
+    torch.testing.assert_close(slope, passed, rtol=1e-6, atol=0)
+
+
 @equation(
     "12.11",
     r"K_\ell(c\,\tau,\; c\,\lambda_{\mathrm{obs}},\; Q/c) ="
