@@ -75,8 +75,8 @@ def test_published_errors_are_discounted():
 
 @equation(
     "12.2",
-    r"\mathrm{E}[\theta_i \mid y, m] = m + K_i\,(y_i - m), \qquad K_i ="
-    r" \frac{Q}{Q + 1/\tau_i} = \mathrm{sigmoid}(\log\tau_i + \log Q)",
+    r"\mathrm{E}[\theta_i \mid y, m] = m + K_i\,(y_i - m), \quad K_i ="
+    r" \frac{Q}{Q + 1/\tau_i} = \mathrm{sigmoid}(\log \tau_i Q)",
 )
 def test_shrinkage_is_the_gain():
     """The conditional of the joint Gaussian of all θ and y."""
