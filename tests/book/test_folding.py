@@ -25,17 +25,6 @@ LONG: dict[str, set[str]] = {
     "05-inverse-chi-square": {"c008", "c024"},
     "07-delta-method": {"3d9bc0a0"},
     "10-memory-and-speed": {"10-011"},
-    "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
-    "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},
-    "14-two-other-backbones": {
-        "283bba66",
-        "33ea08b9",
-        "4956b05e",
-        "5f30e3ce-more",
-        "a390301b",
-        "df1c1767",
-    },
-    "15-anatomy-of-a-cold-start": {"ch15-39", "ch15-53"},
 }
 
 

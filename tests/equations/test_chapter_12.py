@@ -75,8 +75,8 @@ def test_published_errors_are_discounted():
 
 @equation(
     "12.2",
-    r"\mathrm{E}[\theta_i \mid y, m] = m + K_i\,(y_i - m), \qquad K_i ="
-    r" \frac{Q}{Q + 1/\tau_i} = \mathrm{sigmoid}(\log\tau_i + \log Q)",
+    r"\mathrm{E}[\theta_i \mid y, m] = m + K_i\,(y_i - m), \quad K_i ="
+    r" \frac{Q}{Q + 1/\tau_i} = \mathrm{sigmoid}(\log \tau_i Q)",
 )
 def test_shrinkage_is_the_gain():
     """The conditional of the joint Gaussian of all θ and y."""
@@ -275,6 +275,20 @@ def test_memory_of_a_layer(log_lam, log_o, log_g, log_q):
     expected = (1 - K) * (1 - q.exp() * out.exp())
     torch.testing.assert_close(start.grad.view(1), expected.detach())
     assert 0 < start.grad < 1
+
+
+def test_a_change_common_to_all_tokens_keeps_what_the_update_would_take():
+    """With the neighbours' prior and values that agree, λ_obs follows λ."""
+    layer, h, _ = parts()
+    same = h[:, :1].expand(h.shape)
+
+    def after(level):
+        return layer(Belief(same, torch.full_like(same, level))).log_precision
+
+    step = 1e-4
+    slope = (after(0.3 + step) - after(0.3 - step)) / (2 * step)
+    passed = 1 - layer.log_process_noise.exp() * after(0.3).exp()
+    torch.testing.assert_close(slope, passed, rtol=1e-6, atol=0)
 
 
 @equation(
