@@ -151,6 +151,25 @@ def test_every_page_is_in_order(browser: Browser, site: Path, view: str):
     assert not found, "\n".join(found)
 
 
+CUT = """() => [...document.querySelectorAll(
+  "article div.math, article table, article pre, article figure"
+)].filter((node) => node.checkVisibility()
+  && node.getBoundingClientRect().right > innerWidth + 1
+).map((node) => node.textContent.trim().slice(0, 60))"""
+
+
+def test_nothing_is_cut_on_paper(browser: Browser, site: Path):
+    found = []
+    for path in pages(site):
+        with opened(browser, path) as (page, _):
+            page.set_viewport_size({"width": 720, "height": 1000})
+            page.emulate_media(media="print")
+            page.evaluate("dispatchEvent(new Event('beforeprint'))")
+            name = path.relative_to(site)
+            found += [f"{name}: {text}" for text in page.evaluate(CUT)]
+    assert not found, "\n".join(found)
+
+
 SLIDER = """(root) => {
   const one = (name) => root.querySelector(name);
   return {

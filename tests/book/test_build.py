@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import nbformat
+import pypdf
 import pytest
 import yaml
 
@@ -420,3 +421,45 @@ def test_the_archive_is_one_folder_with_the_whole_site(small_book, build):
         if path.is_file()
     }
     assert "bft-book/_static/mathjax/tex-svg.js" in inside
+
+
+WIDE = " + ".join(f"x_{{{i}}}" for i in range(60))
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_pdf_has_an_outline_and_links_that_lead_inside(small_book, build):
+    pages = small_book / "book" / "pages"
+    (pages / "intro.md").write_text(
+        f"# A book\n\n<p class='bft-pdf'></p>\n\n{NUMBERED}\n"
+        f"$$\n{WIDE} \\tag{{9.9}}\n$$\n\n[A page](page.md) has more.\n"
+    )
+    (pages / "page.md").write_text("# A page\n\n## A part\n\nBy (9.1).\n")
+    command = [sys.executable, "-m", "book.tools.pdf"]
+    early = subprocess.run(
+        command, cwd=small_book, capture_output=True, text=True
+    )
+    assert early.returncode == 1 and "run make book" in early.stderr
+    assert build(small_book).returncode == 0
+    subprocess.run(command, cwd=small_book, check=True)
+    html = small_book / "_build" / "html"
+    front = links.read(html / "book" / "pages" / "intro.html")
+    (link,) = front.select(".bft-pdf a")
+    assert link["href"] == "../../bft-book.pdf"
+    assert not links.broken(html)
+    read = pypdf.PdfReader(html / "bft-book.pdf")
+    assert len(read.pages) == 2  # each chapter begins a page
+    ((title, (chapter, (part,))),) = [read.outline]
+    named = [entry.title for entry in (title, chapter, part)]
+    assert named == ["A book", "A page", "A part"]
+    texts = [page.extract_text() for page in read.pages]
+    assert texts[0].rstrip().endswith("1") and "A part" in texts[1]
+    found = [
+        note.get_object()
+        for page in read.pages
+        for note in page.get("/Annots", [])
+    ]
+    inside = [note for note in found if "/Dest" in note]
+    assert len(inside) == 3  # two to the page, one to (9.1)
+    outside = [note["/A"]["/URI"] for note in found if "/A" in note]
+    assert not [uri for uri in outside if not uri.startswith("http")]
