@@ -23,7 +23,6 @@ from tests.book.small import (
 LONG: dict[str, set[str]] = {
     "03-kriging-and-attention": {"cell-12"},
     "05-inverse-chi-square": {"c008", "c024"},
-    "10-memory-and-speed": {"10-011"},
     "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
     "12-where-precision-comes-from": {"12-008", "12-019", "12-028"},
     "14-two-other-backbones": {
