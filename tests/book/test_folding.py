@@ -23,8 +23,6 @@ from tests.book.small import (
 LONG: dict[str, set[str]] = {
     "03-kriging-and-attention": {"cell-12"},
     "05-inverse-chi-square": {"c008", "c024"},
-    "07-delta-method": {"3d9bc0a0"},
-    "10-memory-and-speed": {"10-011"},
 }
 
 

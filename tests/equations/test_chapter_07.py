@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributions import MultivariateNormal, kl_divergence
 from torch.func import jacrev
 
 from bft_ref import delta, jacobian_estimates
@@ -310,6 +311,44 @@ def test_trace_is_a_lower_bound(name):
 
 @equation(
     "7.13",
+    r"w_i = S_{ii} \quad\text{or}\quad"
+    r" \frac1{w_i} = \bigl[S^{-1}\bigr]_{ii},"
+    r" \qquad S = (I+J)\,\mathrm{diag}(1/\lambda')\,(I+J)^\top",
+)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_what_the_best_diagonals_keep(name):
+    """torch's divergences of Gaussians, at their minimum over log w."""
+    net = Net(name)
+    g = torch.eye(D, dtype=F64) + jacrev(net)(net.h)
+    precision = randn(D, seed=8).exp()
+    s = g @ torch.diag(1 / precision) @ g.mT
+    zero = torch.zeros(D, dtype=F64)
+    full = MultivariateNormal(zero, s)
+    marginal, conditional = s.diagonal(), 1 / torch.linalg.inv(s).diagonal()
+
+    def divergence(log_w, forward):
+        both = full, MultivariateNormal(zero, torch.diag(log_w.exp()))
+        return kl_divergence(*(both if forward else both[::-1]))
+
+    own = g.diagonal().square() / precision
+    for forward, best in [(True, marginal), (False, conditional)]:
+        log_w = best.log().requires_grad_()
+        least = divergence(log_w, forward)
+        (slope,) = torch.autograd.grad(least, log_w)
+        torch.testing.assert_close(slope, zero, atol=1e-9, rtol=0)
+        for seed in range(20):
+            elsewhere = divergence(log_w + randn(D, seed=seed), forward)
+            assert elsewhere > least
+        assert divergence(own.log(), forward) > least + 1e-3
+    rest = [*range(1, D)]
+    given = s[0, 0] - s[0, rest] @ torch.linalg.solve(
+        s[rest][:, rest], s[rest, 0]
+    )
+    torch.testing.assert_close(conditional[0], given)
+
+
+@equation(
+    "7.14",
     r"\mathrm{Var}\,F(h) = F'^2\,v"
     r" + \bigl(\tfrac12F''^2 + F'F'''\bigr)\,v^2 + O(v^3)",
 )

@@ -16,6 +16,8 @@ from numpy.testing import assert_allclose
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import llama_layer
+from benchmarks.llama_layer import Shape, filter_layer
 from bft_ref import Belief, BFTConfig, BFTLayer
 from bft_ref.fast.attention import attend
 from bft_ref.fast.weighted_columns import weighted_columns
@@ -252,3 +254,49 @@ def test_operations_with_a_precision_per_token(d, heads, tokens):
     assert due - first == 8 * d**2
     standard = 24 * d**2 + 4 * tokens / 2 * d
     assert first - standard == 8 * d + 8 * heads * tokens / 2
+
+
+LLAMAS = [Shape(1, 64, 96, 6, 2, 160), Shape(1, 32, 48, 3, 1, 80)]
+
+
+def more_of_a_llama(shape, granularity):
+    """What the counter finds beyond a standard layer's, per token."""
+    features = shape.d_model if granularity == "feature" else 1
+    x = torch.zeros(1, shape.tokens, shape.d_model)
+    log = torch.zeros(1, shape.tokens, features)
+    config = BFTConfig(granularity=granularity, implementation="chunked")
+    plain, layer = (
+        llama_layer.StandardLayer(shape),
+        filter_layer(shape, config),
+    )
+    with torch.no_grad():
+        found = flops(lambda: plain(x))
+        more = flops(lambda: layer(Belief(x, log), is_causal=True)) - found
+    _, tokens, d, heads, kv_heads, w = shape
+    kv = d // heads * kv_heads
+    due = 4 * d**2 + 4 * d * kv + 6 * d * w + 4 * (tokens / 2) * d
+    assert found / tokens == due
+    return more / tokens
+
+
+@equation(
+    "10.9",
+    r"F_{\text{Llama, token}} - F_{\text{Llama}} = 2dw + 4w + 2d + 8SH",
+)
+@pytest.mark.parametrize("shape", LLAMAS)
+def test_operations_of_a_llama_with_a_precision_per_token(shape):
+    _, tokens, d, heads, _, w = shape
+    due = 2 * d * w + 4 * w + 2 * d + 8 * tokens / 2 * heads
+    assert more_of_a_llama(shape, "token") == due
+
+
+@equation(
+    "10.10",
+    r"F_{\text{Llama, feature}} - F_{\text{Llama}}"
+    r" = 6dw + 2d^2 + 2Sd + 6SH",
+)
+@pytest.mark.parametrize("shape", LLAMAS)
+def test_operations_of_a_llama_with_a_precision_per_feature(shape):
+    _, tokens, d, heads, _, w = shape
+    due = 6 * d * w + 2 * d**2 + tokens * d + 6 * tokens / 2 * heads
+    assert more_of_a_llama(shape, "feature") == due
