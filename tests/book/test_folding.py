@@ -21,8 +21,6 @@ from tests.book.small import (
 # Cells that show more lines than a reader takes in at once, by chapter. Each
 # waits to be told in shorter steps: the list only shrinks.
 LONG: dict[str, set[str]] = {
-    "03-kriging-and-attention": {"cell-12"},
-    "05-inverse-chi-square": {"c008", "c024"},
     "07-delta-method": {"3d9bc0a0"},
     "10-memory-and-speed": {"10-011"},
     "11-many-heads-and-the-sandwich": {"11-019", "11-029", "11-033"},
