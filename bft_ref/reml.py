@@ -44,7 +44,8 @@ def neighbour_variance(
     one.
 
     Shapes: ``log_precision`` (..., T, d or 1), ``scale`` ς (..., T, 1) →
-    (..., T). Units: state², none behind a norm. Equation (5.12); ours.
+    (..., T). Units: state², none behind a norm. Equation (5.12), which takes
+    one variance for all features; exact is (5.13). Ours.
     """
     log = log_mean_exp(-at_least_float32(log_precision))
     if scale is not None:

@@ -10,20 +10,11 @@ from nbformat.v4 import new_output
 from book.tools import folding
 from tests.book.small import (
     APART,
-    NOTEBOOKS,
-    TEMPLATE,
     book,
     code,
     each_notebook,
     md,
 )
-
-# Cells that show more lines than a reader takes in at once, by chapter. Each
-# waits to be told in shorter steps: the list only shrinks.
-LONG: dict[str, set[str]] = {
-    "03-kriging-and-attention": {"cell-12"},
-    "05-inverse-chi-square": {"c008", "c024"},
-}
 
 
 @each_notebook
@@ -40,13 +31,9 @@ def test_every_figure_has_its_caption(path: Path):
     assert folding.caption_complaints(notebook, number) == []
 
 
-def test_no_more_cells_are_long_than_are_listed():
-    found = {
-        path.stem: set(long)
-        for path in [*NOTEBOOKS, TEMPLATE]
-        if (long := folding.long_cells(nbformat.read(path, as_version=4)))
-    }
-    assert found == LONG
+@each_notebook
+def test_no_cell_shows_more_than_a_reader_takes_in_at_once(path: Path):
+    assert folding.long_cells(nbformat.read(path, as_version=4)) == {}
 
 
 def folded(*cells: Any) -> Any:

@@ -349,8 +349,74 @@ def test_output_follows_a_log_precision():
     assert_allclose(jacobian.mT, formula, rtol=1e-10)
 
 
+def other_weights(seed):
+    """Weights that sum to one, some of them negative, and a C for each."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=5)
+    w /= w.sum()
+    kappa = rng.uniform(0.3, 4)
+    rest = np.eye(5) - np.outer(w, w) / (w @ w)
+    root = rest @ rng.normal(size=(5, 5))
+    return w, kappa, kappa + root @ root.T  # Cw = κ·1
+
+
 @equation(
     "3.17",
+    r"C\,w = \kappa\,\mathbf 1, \qquad "
+    r"\operatorname{Var}(w^\top v - m) = w^\top C\,w = \kappa",
+)
+def test_any_weights_are_those_of_some_covariance():
+    """A constrained minimiser that knows C only, and a covariance without."""
+    for seed in range(4):
+        w, kappa, C = other_weights(seed)
+        assert np.linalg.eigvalsh(C).min() > 0
+        said = krige(C, np.zeros(5), 0.0, np.arange(5.0))
+        assert_allclose(said.weights[0], w, rtol=1e-6)
+        assert_allclose(said.variance, kappa, rtol=1e-6)
+        # no step that keeps the sum leads to a lower variance
+        for step in np.eye(5) - 1 / 5:
+            for size in (-1e-3, 1e-3):
+                moved = w + size * step
+                assert moved @ C @ moved > kappa
+    # positive weights: one family of covariances, any variance
+    w = np.array([0.6, 0.3, 0.1])
+    for a, b in [(0.02, 0.0), (0.7, 5.0)]:
+        said = krige(a * np.diag(1 / w) + b, np.zeros(3), 0.0, np.ones(3))
+        assert_allclose(said.weights[0], w, rtol=1e-9)
+        assert_allclose(said.variance, a + b, rtol=1e-9)
+    # a covariance that does not satisfy it gives other weights
+    C = np.diag(1 / w)
+    C[0, 1] = C[1, 0] = 0.4
+    said = krige(C, np.zeros(3), 0.0, np.ones(3))
+    assert np.abs(said.weights[0].numpy() - w).max() > 0.01
+
+
+@equation(
+    "3.18",
+    r"p_{tj} = \frac{1}{1/\bar\lambda_j + m_{tj}} \;\le\; \frac{1}{m_{tj}}",
+)
+def test_variances_of_mismatch_and_error_add_up():
+    """Simulated witnesses that are beside the point and wrong."""
+    rng = np.random.default_rng(18)
+    precision, mismatch = rng.uniform(0.2, 5, 6), rng.uniform(0.1, 2, 6)
+    p = 1 / (1 / precision + mismatch)
+    v0 = MEAN + 1.5 * rng.normal(size=400_000)
+    error = rng.normal(size=(len(v0), 6)) / np.sqrt(precision)
+    beside = rng.normal(size=(len(v0), 6)) * np.sqrt(mismatch)
+    off = (v0[:, None] + beside + error) @ (p / p.sum()) - v0
+    assert_allclose(off.var(), 1 / p.sum(), rtol=0.02)
+    # the best weights for what they are off by
+    seen = np.cov((beside + error).T)
+    best = np.linalg.solve(seen, np.ones(6))
+    assert_allclose(p / p.sum(), best / best.sum(), rtol=0.03)
+    # a precise token that is beside the point is bounded; a product is not
+    precision[0] = 1e9
+    assert_allclose(1 / (1 / precision[0] + mismatch[0]), 1 / mismatch[0])
+    assert (p <= 1 / mismatch).all()
+
+
+@equation(
+    "3.19",
     r"\operatorname{Var}(\bar v) = "
     r"\sigma^2\Bigl(\rho + \frac{1-\rho}{n}\Bigr)",
 )

@@ -137,12 +137,43 @@ def test_expected_precision(nu, s2):
 
 @equation(
     "5.5",
-    r"\sigma^2 \mid D, n \sim \text{Scaled-Inv-}\chi^2(\nu, s^2),"
+    r"m \mid \sigma^2 \sim \mathcal N\left(\mu, \frac{\sigma^2}{n}\right),"
+    r" \qquad \sigma^2 \sim \text{Scaled-Inv-}\chi^2(\nu, s^2),"
     r" \qquad \nu = \nu_0 + n - 1",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_posterior(case):
-    """Likelihood times prior, normalised by quadrature."""
+    """Powers of Gaussians times priors; the mean integrated out by quad."""
+    D, n, s02, nu0 = case
+    # values and weights that have this n and, scaled, this D
+    a = optimize.brentq(lambda a: a**2 + (1 - a) ** 2 / 8 - 1 / n, 1 / 9, 1)
+    weights = np.r_[a, np.full(8, (1 - a) / 8)]
+    v = np.array([0.4, -1.0, 2.0, 3.1, -0.3, 0.8, 1.7, -2.2, 0.1])
+    v = 3.0 + (v - weights @ v) * np.sqrt(
+        D / np.cov(v, aweights=weights, ddof=0)
+    )
+    mu = weights @ v
+    assert_allclose([weights @ (v - mu) ** 2, 1 / (weights**2).sum()], [D, n])
+
+    def joint(m, s2):
+        logs = n * weights * stats.norm(m, s2**0.5).logpdf(v)
+        return np.exp(logs.sum()) * inverse_chi2(nu0, s02).pdf(s2)
+
+    law = inverse_chi2(nu0 + n - 1, scale_of(*case))
+    ratios = []
+    for s2 in (0.5, 2.5, 9.0):
+        wide = 12 * (s2 / n) ** 0.5
+        total, _ = integrate.quad(joint, mu - wide, mu + wide, (s2,))
+        ratios.append(total / law.pdf(s2))
+        for m in (mu - 0.7, mu, mu + 1.6):
+            given = stats.norm(mu, (s2 / n) ** 0.5).pdf(m)
+            assert_allclose(joint(m, s2) / total, given, rtol=1e-6)
+    assert_allclose(ratios, ratios[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_marginal_posterior(case):
+    """The restricted likelihood times prior, normalised by quadrature."""
     _, n, _, nu0 = case
     density, _ = numerical_posterior(*case)
     law = inverse_chi2(nu0 + n - 1, scale_of(*case))
@@ -285,6 +316,106 @@ def test_variance_of_a_value():
 
 @equation(
     "5.13",
+    r"\mathrm{Var}\,v_i = \frac{1}{\varsigma^2} \sum_k \frac{(a_{ik} -"
+    r" \bar a_i - z_k b_i)^2}{\lambda_k}, \qquad \bar a_i = \frac1d"
+    r" \sum_k a_{ik}, \quad b_i = \frac1d \sum_k a_{ik} z_k",
+)
+def test_variance_of_a_value_with_unequal_precisions():
+    """Autograd's Jacobian of norm and W_V, and a simulation."""
+    gen = torch.Generator().manual_seed(13)
+    d, f64 = 12, torch.float64
+    h = 2.0 + 1.5 * torch.randn(d, generator=gen, dtype=f64)
+    w = torch.randn(4, d, generator=gen, dtype=f64)
+    gamma = 0.5 + torch.rand(d, generator=gen, dtype=f64)
+    lam = 2e4 * torch.randn(d, generator=gen, dtype=f64).exp()
+
+    def value(state):
+        return F.layer_norm(state, (d,), eps=0.0) * gamma @ w.mT
+
+    a, norm = w * gamma, h.std(correction=0)
+    z = (h - h.mean()) / norm
+    b = (a * z).mean(-1, keepdim=True)
+    terms = (a - a.mean(-1, keepdim=True) - z * b).square()
+    formula = (terms / lam).sum(-1) / norm**2
+    J = torch.func.jacrev(value)(h)
+    full = J @ torch.diag(1 / lam) @ J.mT
+    torch.testing.assert_close(formula, full.diagonal())
+    noise = torch.randn(200_000, d, generator=gen, dtype=f64) * lam**-0.5
+    measured = value(h + noise).var(0)
+    assert_allclose(formula, measured, rtol=0.02)
+    # (5.12) with the mean of 1/λ is another number, feature by feature
+    default = a.square().sum(-1) * (1 / lam).mean() / norm**2
+    assert ((default / formula - 1).abs() > 0.1).any()
+    # with equal precisions it is an upper bound
+    equal = terms.sum(-1)
+    direct = a.square().sum(-1) - d * a.mean(-1) ** 2 - d * b[:, 0] ** 2
+    torch.testing.assert_close(equal, direct)
+    assert (equal <= a.square().sum(-1)).all()
+
+
+@equation(
+    "5.14",
+    r"\exp\,\mathrm{E}\left[\log \mathcal N(\mu; h, f\sigma^2)\right]"
+    r" \propto \exp\left(-\frac{(\mu-h)^2}{2f}\,\mathrm{E}\left["
+    r"\frac1{\sigma^2}\right]\right) ="
+    r" \exp\left(-\frac{(\mu-h)^2}{2fs^2}\right)",
+)
+@pytest.mark.parametrize(("nu", "s2"), LAWS)
+def test_variational_step(nu, s2):
+    """The expected log density by quadrature, and q(h) by minimising KL."""
+    f, prior_precision, z = 1.3, 0.6, 1.7
+    law = inverse_chi2(nu, s2)
+
+    def expected_log(h):
+        return integrate.quad(
+            lambda t: (
+                stats.norm(h, np.sqrt(f * np.exp(t))).logpdf(z)
+                * law.pdf(np.exp(t))
+                * np.exp(t)
+            ),
+            np.log(s2) - 12,
+            np.log(s2) + 60 / min(nu, 4),
+            points=[np.log(s2)],
+            limit=400,
+        )[0]
+
+    at = [0.2, 1.7, 4.0]
+    logs = np.array([expected_log(h) for h in at])
+    formula = np.array([-((z - h) ** 2) / 2 / f / s2 for h in at])
+    assert_allclose(logs - logs[1], formula - formula[1], rtol=1e-5, atol=1e-8)
+
+    # the Gaussian q(h) of least KL, h ~ N(0, 1/λ) before, q(σ²) held
+    precision = law.rvs(400_000, random_state=np.random.default_rng(14))
+    precision = (1 / precision).mean() / f
+
+    def divergence(x):
+        mean, log_sd = x
+        spread = np.exp(2 * log_sd)
+        prior = prior_precision * (mean**2 + spread) / 2
+        return prior + precision * ((z - mean) ** 2 + spread) / 2 - log_sd
+
+    best = optimize.minimize(divergence, [0.0, 0.0], tol=1e-12).x
+    total = prior_precision + 1 / f / s2
+    assert_allclose(np.exp(-2 * best[1]), total, rtol=0.02)
+    assert_allclose(best[0], z / f / s2 / total, rtol=0.02)
+
+
+@equation(
+    "5.15",
+    r"\mathrm{E}\left[\frac{1}{\sigma^2}\right] = \frac{1}{s^2} \;>\;"
+    r" \frac{1}{\mathrm{E}\,\sigma^2} = \frac{\nu-2}{\nu\,s^2}"
+    r" \quad (\nu>2)",
+)
+def test_expected_precision_is_bold():
+    for nu, s2 in [(3.4, 0.4), (9.0, 6.0)]:
+        mean = inverse_chi2(nu, s2).expect()
+        assert_allclose(1 / mean, (nu - 2) / nu / s2, rtol=1e-6)
+        gamma = stats.gamma(nu / 2, scale=2 / nu / s2)  # of 1/σ²
+        assert gamma.mean() > 1.2 / mean
+
+
+@equation(
+    "5.16",
     r"\mathrm{E}\log s_g^2 = \log s_0^2 + \psi\left(\frac d2\right) -"
     r" \log\frac d2 - \psi\left(\frac{d_0}2\right) + \log\frac{d_0}2",
 )
@@ -304,7 +435,7 @@ def test_mean_of_log_variances(d, d0):
 
 
 @equation(
-    "5.14",
+    "5.17",
     r"\mathrm{Var}\log s_g^2 = \psi'\left(\frac d2\right) +"
     r" \psi'\left(\frac{d_0}2\right)",
 )
