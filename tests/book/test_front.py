@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,22 +144,13 @@ def test_every_reference_has_a_doi_or_is_a_book(root: Path):
         assert "doi" in entry or entry.startswith("book{kish1965")
 
 
-def test_one_layer_prints_on_one_page(site: Path, tmp_path: Path):
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        assert "CI" not in os.environ, "Chromium is missing"
-        pytest.skip("Chromium is missing: apt install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        browser = play.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page()
-        page.goto((site / "book" / "pages" / "one-layer.html").as_uri())
-        page.wait_for_selector("mjx-container")
-        page.wait_for_function("MathJax.startup.promise.then(() => true)")
-        margin = dict.fromkeys(["top", "bottom", "left", "right"], "12mm")
-        printed = page.pdf(format="A4", margin=margin)
-        browser.close()
+@pytest.mark.browser
+def test_one_layer_prints_on_one_page(browser, site: Path):
+    page = browser.new_page()
+    page.goto((site / "book" / "pages" / "one-layer.html").as_uri())
+    page.wait_for_selector("mjx-container")
+    page.wait_for_function("MathJax.startup.promise.then(() => true)")
+    margin = dict.fromkeys(["top", "bottom", "left", "right"], "12mm")
+    printed = page.pdf(format="A4", margin=margin)
+    page.close()
     assert len(re.findall(rb"/Type\s*/Page\b(?!s)", printed)) == 1
