@@ -15,12 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "from jupyter_book.cli.main import main; main()"
 
 
-def build(source: Path, builder: str = "html") -> int:
-    """Build ``source`` strictly; the exit status of Jupyter Book."""
+def build(source: Path, builder: str = "html", anew: bool = True) -> int:
+    """Build ``source`` strictly; the exit status of Jupyter Book.
+
+    Not ``anew``: from the pages that the build before this one has read.
+    """
     out = source / "_build"
-    for made in [builder, ".doctrees", ".jupyter_cache", "static"]:
+    read = [".doctrees", ".jupyter_cache", "static"] if anew else []
+    for made in [builder, *read]:
         shutil.rmtree(out / made, ignore_errors=True)
-    options = ["--all", "-W", "--keep-going", "--quiet", "--builder", builder]
+    options = ["-W", "--keep-going", "--quiet", "--builder", builder]
+    options += ["--all"] if anew else []
     status = subprocess.run(
         [sys.executable, "-c", COMMAND, "build", str(source), *options]
     ).returncode

@@ -110,7 +110,7 @@ def main() -> int:
     if not (html / START).exists():
         print("The book is not built yet: run make book.", file=sys.stderr)
         return 1
-    if status := build(source, "singlehtml"):
+    if status := build(source, "singlehtml", anew=False):
         return status
     page = single / "book.html"
     page.write_text(one_page((single / START).read_text("utf8")), "utf8")
