@@ -8,7 +8,7 @@ shows its first state. What its script computes is :func:`believed`.
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ def height(value: float) -> float:
     return GROUND - share * (GROUND - TOP)
 
 
-def dots(values: Sequence[float], aside: int) -> str:
+def dots(values: Iterable[float], aside: int) -> str:
     """A dot for each reading, ``aside`` of the middle of its column."""
     return "".join(
         f"M{FIRST + STEP * i + aside} {height(v):.2f}h0"
@@ -120,7 +120,7 @@ def dots(values: Sequence[float], aside: int) -> str:
 
 
 def errors(
-    values: Sequence[float], deviations: Sequence[float], aside: int
+    values: Iterable[float], deviations: Iterable[float], aside: int
 ) -> str:
     """A bar from one deviation below to one above each value."""
     return "".join(
@@ -130,8 +130,9 @@ def errors(
     )
 
 
-def bars(values: Sequence[float], ground: int, full: float) -> str:
+def bars(values: Iterable[float], ground: int, full: float) -> str:
     """A bar for each value, BAR units high at ``full`` or the largest."""
+    values = [*values]
     scale = BAR / max(full, *values)
     return "".join(
         f"M{FIRST + STEP * i} {ground}V{ground - scale * v:.2f}"

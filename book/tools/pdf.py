@@ -10,18 +10,26 @@ import sys
 from pathlib import Path
 
 from bs4 import BeautifulSoup, Tag
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import PdfMargins, sync_playwright
+from pypdf import PdfWriter
+from pypdf.generic import (
+    DictionaryObject,
+    NameObject,
+    PdfObject,
+    TextStringObject,
+)
 
 from book.tools import chromium
 from book.tools.build import ROOT, build
 
 NAME = "bft-book.pdf"
 START = "book/pages/intro.html"  # where the builder writes its one page
-MARGIN = {"top": "14mm", "bottom": "16mm", "left": "14mm", "right": "14mm"}
+MARGIN = PdfMargins(top="14mm", bottom="16mm", left="14mm", right="14mm")
 NUMBER = (
     '<div style="font: 8px sans-serif; width: 100%; text-align: center">'
     '<span class="pageNumber"></span></div>'
 )
+HEADINGS = "h1, h2, h3, h4, h5, h6"
 STYLE = """
 body { margin: 0 }
 .toctree-wrapper > section { break-before: page }
@@ -46,20 +54,18 @@ def one_page(html: str) -> str:
         elif target.startswith("_images/"):
             link.unwrap()
     contents = page.new_tag("nav", attrs={"class": "contents"})
-    for part in article.select(".toctree-wrapper"):
+    parts = article.select(".toctree-wrapper")
+    for part in parts:
         if name := part.find("p", class_="caption", recursive=False):
             contents.append(name)
         for chapter in part.find_all("section", recursive=False):
-            heading = chapter.find(["h1", "h2"])
             link = page.new_tag("a", href=f"#{chapter['id']}")
-            link.string = heading.get_text()
+            link.string = chapter.select("h1, h2")[0].get_text()
             contents.append(link)
-    article.select_one(".toctree-wrapper").insert_before(contents)
+    parts[0].insert_before(contents)
     style = page.new_tag("style")
     style.string = STYLE
-    scripts = page.body.find_all(
-        "script", src=lambda src: src and "mathjax" in src
-    )
+    scripts = page.select('script[src*="mathjax"], script[src*="print.js"]')
     settings = [s for s in page.find_all("script") if "MathJax" in s.text]
     page.body.clear()
     page.body.extend([style, article, *settings, *scripts])
@@ -89,6 +95,32 @@ def print_pdf(page: Path, out: Path) -> None:
         browser.close()
 
 
+def mend_outline(pdf: Path, html: str) -> None:
+    """Give the outline the headings' words, and the file its title.
+
+    Where a heading takes two lines Chromium loses the space between them.
+    """
+    page = BeautifulSoup(html, "html.parser")
+    headings = [" ".join(h.get_text().split()) for h in page.select(HEADINGS)]
+    known = {heading.replace(" ", ""): heading for heading in headings}
+    known |= {2 * bare: heading for bare, heading in known.items()}
+    writer = PdfWriter(clone_from=pdf)
+    writer.add_metadata({"/Title": headings[0]})
+
+    def visit(entry: PdfObject | None) -> None:
+        while isinstance(entry, DictionaryObject):
+            bare = "".join(str(entry.get("/Title", "")).split())
+            if bare in known:
+                title = TextStringObject(known[bare])
+                entry[NameObject("/Title")] = title
+            if "/First" in entry:
+                visit(entry["/First"].get_object())
+            entry = entry["/Next"].get_object() if "/Next" in entry else None
+
+    visit(writer.root_object["/Outlines"].get_object())
+    writer.write(pdf)
+
+
 def link_from(front: Path) -> None:
     """Say on the built front page that the PDF is there."""
     page = BeautifulSoup(front.read_text("utf8"), "html.parser")
@@ -115,6 +147,7 @@ def main() -> int:
     page = single / "book.html"
     page.write_text(one_page((single / START).read_text("utf8")), "utf8")
     print_pdf(page, html / NAME)
+    mend_outline(html / NAME, page.read_text("utf8"))
     link_from(html / START)
     print(f"Open {html / NAME}")
     return 0

@@ -443,6 +443,9 @@ def test_the_pdf_has_an_outline_and_links_that_lead_inside(small_book, build):
     assert build(small_book).returncode == 0
     subprocess.run(command, cwd=small_book, check=True)
     html = small_book / "_build" / "html"
+    whole = links.read(small_book / "_build" / "singlehtml" / "book.html")
+    sources = [script["src"] for script in whole.select("script[src]")]
+    assert any("print.js" in source for source in sources)  # nothing is cut
     front = links.read(html / "book" / "pages" / "intro.html")
     (link,) = front.select(".bft-pdf a")
     assert link["href"] == "../../bft-book.pdf"
