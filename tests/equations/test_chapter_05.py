@@ -357,8 +357,7 @@ def test_variance_of_a_value_with_unequal_precisions():
     "5.14",
     r"\exp\,\mathrm{E}\left[\log \mathcal N(\mu; h, f\sigma^2)\right]"
     r" \propto \exp\left(-\frac{(\mu-h)^2}{2f}\,\mathrm{E}\left["
-    r"\frac1{\sigma^2}\right]\right) ="
-    r" \exp\left(-\frac{(\mu-h)^2}{2fs^2}\right)",
+    r"\frac1{\sigma^2}\right]\right)",
 )
 @pytest.mark.parametrize(("nu", "s2"), LAWS)
 def test_variational_step(nu, s2):
