@@ -101,7 +101,7 @@ def test_the_innovation_is_a_sum_over_heads():
 
 @equation(
     "11.2",
-    r"\frac{1}{\lambda_{\mathrm{obs},i}} = \sum_{h=1}^{H}\sum_k"
+    r"\frac{1}{\lambda^{\mathrm{obs}}_i} = \sum_{h=1}^{H}\sum_k"
     r" \frac{(W^h_{ik})^2}{\lambda^{\mu}_{hk}}",
 )
 def test_variances_add_over_heads():
@@ -432,7 +432,7 @@ def hstu_layer(length=12):
 
 @equation(
     "11.13",
-    r"\frac{1}{\lambda_{\mathrm{obs},i}} = \sum_k W_{O,ik}^2\, U_k^2\,"
+    r"\frac{1}{\lambda^{\mathrm{obs}}_i} = \sum_k W_{O,ik}^2\, U_k^2\,"
     r" \widehat{\mathrm{Var}}\,\mathrm{norm}(o)_k",
 )
 def test_what_hstu_observes():
@@ -475,7 +475,7 @@ def test_what_hstu_observes():
 
 @equation(
     "11.14",
-    r"\lambda'' = \Bigl(\frac{1}{\lambda + \lambda_{\mathrm{obs}}} +"
+    r"\lambda'' = \Bigl(\frac{1}{\lambda + \lambda^{\mathrm{obs}}} +"
     r" Q\Bigr)^{-1}",
 )
 def test_hstu_predicts_with_process_noise_alone():

@@ -293,8 +293,8 @@ def test_a_change_common_to_all_tokens_keeps_what_the_update_would_take():
 
 @equation(
     "12.11",
-    r"K_\ell(c\,\tau,\; c\,\lambda_{\mathrm{obs}},\; Q/c) ="
-    r" K_\ell(\tau,\; \lambda_{\mathrm{obs}},\; Q) \qquad"
+    r"K_\ell(c\,\tau,\; c\,\lambda^{\mathrm{obs}},\; Q/c) ="
+    r" K_\ell(\tau,\; \lambda^{\mathrm{obs}},\; Q) \qquad"
     r" \text{at every layer } \ell",
 )
 @pytest.mark.parametrize("c", [1e-3, 0.4, 60.0])
