@@ -233,7 +233,7 @@ class Tables(SphinxPostTransform):
                 for kind in (nodes.thead, nodes.tbody)
             )
             for cell in numbers(head, body, nodes.Element.astext):
-                cell["classes"].append("number")
+                cell["classes"].append("numeric")
         for raw in list(self.document.findall(nodes.raw)):
             if "<table" in raw.astext():
                 mended = raw.copy()  # its classes too: it scrolls by them
@@ -252,7 +252,7 @@ class Tables(SphinxPostTransform):
                 for rows in ("thead tr", "tbody tr")
             )
             for cell in numbers(head, body, Tag.get_text):
-                cell["class"] = "number"
+                cell["class"] = "numeric"
         return str(page)
 
 

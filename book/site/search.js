@@ -27,17 +27,24 @@ Search.makeSearchSummary = (html, words, anchor) => {
     page.querySelector("article");
   if (!part) return null;
   const drop =
-    "h1, details.hide, nav, .toctree-wrapper, .headerlink, script, style, svg";
+    "h1, p:has(> a[href*='colab']), details.hide, nav, .toctree-wrapper, " +
+    ".headerlink, script, style, svg, div.math";
   for (const node of part.querySelectorAll(drop)) node.remove();
-  const code = [...part.querySelectorAll(".cell, .highlight, .math.display")];
+  for (const formula of part.querySelectorAll(".math"))
+    formula.textContent = formula.textContent
+      .replace(/\\[()]|[{}]|\\(mathrm|text|bar|hat|tilde)\b/g, "")
+      .replace(/\\(\w+) ?/g, "$1");
+  const code = [...part.querySelectorAll(".cell, .highlight")];
   for (const node of code) node.remove();
-  const text = [part, ...code.filter((node) => !node.matches(".math"))]
-    .map((node) => node.textContent.replace(/\\[()]/g, "").trim())
+  const text = [part, ...code]
+    .map((node) => node.textContent.trim())
     .join(" ")
     .replace(/\s+/g, " ");
-  const asked = [...words].map(_escapeRegExp).join("|");
-  const found = text.search(new RegExp(`(?<![\\p{L}\\d_])(${asked})`, "iu"));
-  const start = found < 120 ? 0 : text.indexOf(" ", found - 120) + 1;
+  const asked = `(?<!\\p{L})(${[...words].map(_escapeRegExp).join("|")})`;
+  const found = [`${asked}(?!\\p{L})`, asked]
+    .map((one) => text.search(new RegExp(one, "iu")))
+    .find((at) => at >= 0);
+  const start = found > 120 ? text.indexOf(" ", found - 120) + 1 : 0;
   const excerpt = document.createElement("p");
   excerpt.className = "context";
   excerpt.textContent =

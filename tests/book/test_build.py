@@ -214,11 +214,11 @@ def test_tables_have_no_empty_heading_and_their_numbers_are_marked(
     written, given = page.select("article table")
     assert written.thead.select_one("td").get_text() == ""
     assert [cell.get_text() for cell in written.select("th")] == [*"abxyz"]
-    marked = [cell.get_text() for cell in written.select(".number")]
+    marked = [cell.get_text() for cell in written.select(".numeric")]
     assert sorted(marked) == sorted(
         ["b", "-1.5e-3", "+0.5 (−1.0 to +2.0)", "NaN"]
     )
-    assert [c.get_text() for c in given.select(".number")] == [
+    assert [c.get_text() for c in given.select(".numeric")] == [
         *["b", "1,000", "–"]
     ]
 
