@@ -4,11 +4,12 @@ Each check returns what is wrong, as lines; ``tests/book`` proves each by a
 notebook that breaks it on purpose.
 """
 
+import ast
 import re
 
 from nbformat import NotebookNode
 
-from book.tools.cells import calls, sources
+from book.tools.cells import calls, sources, tree
 from book.tools.folding import ANSWER, title
 
 EXERCISE = re.compile(
@@ -53,7 +54,20 @@ def page_complaints(notebook: NotebookNode, begins: str) -> list[str]:
             found.append(f"no heading {part!r}")
     if not any("figure" in calls(source) for source in code):
         found.append("no figure")
-    return found
+    return found + _device(notebook)
+
+
+def _device(notebook: NotebookNode) -> list[str]:
+    """Whether it reads the device that the install cell sets, or says why."""
+    read = any(
+        isinstance(node, ast.Name) and node.id == "device"
+        for cell in notebook.cells[2:]
+        if cell.cell_type == "code"
+        for node in ast.walk(tree(cell.source))
+    )
+    text = " ".join(source for _, source in sources(notebook, "markdown"))
+    said = "GPU" if read else "runs on the CPU"
+    return [] if said in text else [f"device: no {said!r} in its text"]
 
 
 def _headings(notebook: NotebookNode) -> list[str]:

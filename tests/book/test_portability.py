@@ -136,7 +136,7 @@ def chapter() -> list:
     """The cells of a small chapter that has every part."""
     badge = "[Open](https://colab.research.google.com/github/a/b)"
     return [
-        md(f"# 2 A chapter\n\n{badge}"),
+        md(f"# 2 A chapter\n\n{badge}\n\nIt runs on the CPU."),
         code("import importlib", "install"),
         code("chapter('02-a-chapter')"),
         code("figure(fig, 'a', alt='1')"),
@@ -161,6 +161,8 @@ def test_a_chapter_with_every_part_passes():
     [
         (0, md("# A chapter\n\ncolab.research.google.com"), "a title '# 2"),
         (0, md("# 2 A chapter"), "no Colab badge"),
+        (0, md("# 2 A chapter"), "device: no 'runs on the CPU'"),
+        (3, code("model.to(device)"), "device: no 'GPU'"),
         (1, code("import importlib"), "not tagged install"),
         (2, code("x = 1"), "chapter() is called in 0 cells"),
         (3, code("x = 1"), "no figure"),
