@@ -10,7 +10,10 @@
 - ``api-modules`` writes the API reference: whatever has a docstring in the
   public modules of a package, read without being imported.
 - A folded cell shows its title instead of its first line.
-- The empty corner of a table that pandas wrote is no heading.
+- The empty corner of a table that pandas wrote is no heading; a column of
+  numbers is marked as one.
+- The search leaves out what is folded, and ``search.js`` ranks what it finds;
+  ``book/index.toml`` names the pages that answer first.
 - ``stored-output`` shows on a page what a notebook's cell has stored.
 - Thebe, which would run cells on a server elsewhere, is left out.
 """
@@ -19,14 +22,21 @@ import ast
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import mathjax
+from bs4 import BeautifulSoup, Tag
 from docutils import nodes
 from docutils.parsers.rst import directives
+from myst_nb.sphinx_ import HideCodeCellNode
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.builders.html import StandaloneHTMLBuilder
+from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -39,6 +49,8 @@ TITLE = re.compile(r"# @title (\S.*)\n?")
 TAG = re.compile(r"\\tag\*?\{(\d+)\.(\d+)\}")
 # A bar outside ``code``: |x| is an absolute value, not a substitution.
 BAR = re.compile(r"((?:``.*?``|[^|`])*)\|")
+# A number, an interval, or nothing.
+NUMBER = re.compile(r"([\d\s.,%×±+−()…⁻⁰¹²³⁴-⁹–-]|NaN|to|e(?=[+-]?\d))*")
 # "name: text" or "``name``  text"
 FIELD = re.compile(r"(\w+): +(.+)|``(\w+)``  +(.+)")
 REFERENCE = re.compile(
@@ -160,24 +172,106 @@ class LinkNumbers(SphinxPostTransform):
         return self.app.builder.get_relative_uri(here, page) + fragment
 
 
+class IndexPages(SphinxTransform):
+    """Put a page under its words of ``book/index.toml``, for the search."""
+
+    default_priority = 880
+
+    def apply(self, **kwargs: Any) -> None:
+        path = Path(self.env.srcdir, "book", "index.toml")
+        self.env.note_dependency(str(path))
+        listed = tomllib.loads(path.read_text("utf8"))
+        here = [
+            word
+            for word, numbers in listed["words"].items()
+            if self.env.docname in {page(self.env, str(n)) for n in numbers}
+        ]
+        entries = [("single", word, "", "main", None) for word in here]
+        entries += [
+            ("see", f"{word}; {other}", "", "main", None)
+            for word, other in listed["see"].items()
+            if other in here
+        ]
+        if entries:
+            self.document.insert(0, addnodes.index(entries=entries))
+
+
+class BookBuilder(StandaloneHTMLBuilder):
+    """Sphinx's HTML; its search knows nothing of what is folded."""
+
+    def index_page(
+        self, pagename: str, doctree: nodes.document, title: str
+    ) -> None:
+        shown = doctree.deepcopy()
+        for folded in list(shown.findall(HideCodeCellNode)):
+            folded.parent.remove(folded)
+        super().index_page(pagename, shown, title)
+
+
+def page(env: BuildEnvironment, name: str) -> str | None:
+    """The page of a chapter's number, or of a file's name."""
+    if name.isdecimal():
+        return chapter(env, name)
+    return next((p for p in env.found_docs if p.endswith(f"/{name}")), None)
+
+
 def chapter(env: BuildEnvironment, number: str) -> str | None:
     """The page of the chapter of this number, if it is in the book."""
     start = f"notebooks/{int(number):02d}-"
     return next((p for p in env.found_docs if p.startswith(start)), None)
 
 
-class EmptyCorners(SphinxPostTransform):
-    """Make a heading cell without text, in HTML from pandas, a plain cell."""
+class Tables(SphinxPostTransform):
+    """Mark columns of numbers; in HTML, empty heading cells become plain."""
 
     default_priority = 700
 
     def run(self, **kwargs: Any) -> None:
+        for table in self.document.findall(nodes.tgroup):
+            head, body = (
+                [list(row) for part in table.findall(kind) for row in part]
+                for kind in (nodes.thead, nodes.tbody)
+            )
+            for cell in numbers(head, body, nodes.Element.astext):
+                cell["classes"].append("numeric")
         for raw in list(self.document.findall(nodes.raw)):
-            html = raw.astext()
-            if "<th></th>" in html:
+            if "<table" in raw.astext():
                 mended = raw.copy()  # its classes too: it scrolls by them
-                mended += nodes.Text(html.replace("<th></th>", "<td></td>"))
+                mended += nodes.Text(self.dressed(raw.astext()))
                 raw.parent.replace(raw, mended)
+
+    @staticmethod
+    def dressed(html: str) -> str:
+        page = BeautifulSoup(html, "html.parser")
+        for cell in page.find_all("th"):
+            if not cell.contents:
+                cell.name = "td"
+        for table in page.find_all("table"):
+            head, body = (
+                [[*row.select("th, td")] for row in table.select(rows)]
+                for rows in ("thead tr", "tbody tr")
+            )
+            for cell in numbers(head, body, Tag.get_text):
+                cell["class"] = "numeric"
+        return str(page)
+
+
+def numbers(
+    head: list[list[Any]], body: list[list[Any]], text: Callable[[Any], str]
+) -> Iterator[Any]:
+    """The cells of a table's columns of numbers, their headings included.
+
+    Columns are counted from the right: on the left an index spans rows.
+    """
+    columns = [*zip_longest(*(row[::-1] for row in body))]
+    for i, column in enumerate(columns):
+        cells = [cell for cell in column if cell is not None]
+        words = [text(cell).strip() for cell in cells]
+        if all(map(NUMBER.fullmatch, words)) and re.search(r"\d", str(words)):
+            yield from cells
+            yield from (
+                row[-1 - i] for row in head if len(row) == len(columns)
+            )
 
 
 class TitleFolds(SphinxPostTransform):
@@ -213,13 +307,16 @@ class NameBadges(SphinxTransform):
 class ApiModules(SphinxDirective):
     """A section for every public module of a package, some of them first.
 
-    Above them stand links to all. ``flat`` leaves out the packages within it.
+    Above them stand links to all. ``flat`` leaves out the packages within it,
+    ``without`` some modules, ``only`` all others.
     """
 
     required_arguments = 1
     option_spec = {  # noqa: RUF012
         "first": directives.unchanged,
         "flat": directives.flag,
+        "only": directives.unchanged,
+        "without": directives.unchanged,
     }
 
     def run(self) -> list[nodes.Node]:
@@ -227,7 +324,16 @@ class ApiModules(SphinxDirective):
         first = self.options.get("first", "").split()
         root = Path(self.env.srcdir, *package.split("."))
         found = modules(root, flat="flat" in self.options)
-        found = sorted(found, key=lambda name: place(name, first))
+        only = self.options.get("only", " ".join(found)).split()
+        without = self.options.get("without", "").split()
+        if unknown := {*first, *only, *without} - {*found}:
+            raise self.error(
+                f"api-modules: expected modules of {package}, "
+                f"got {', '.join(sorted(unknown))}"
+            )
+        found = sorted(
+            {*only} - {*without}, key=lambda name: place(name, first)
+        )
         links = [f"`{name} <{package}.{name}_>`__" for name in found]
         lines = [", ".join(links) + ".", ""]
         for name in found:
@@ -392,6 +498,11 @@ def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
         del known[label]
 
 
+def rank_search(app: Sphinx, config: Config) -> None:
+    """Name the file that ranks what a search finds."""
+    config.html_search_scorer = str(Path(__file__).with_name("search.js"))
+
+
 def leave_out_thebe(app: Sphinx) -> None:
     """Take back what Thebe has registered; it declares its names twice."""
     for event in ["env-before-read-docs", "doctree-resolved"]:
@@ -406,14 +517,17 @@ def leave_out_thebe(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
     copy_static(app)
+    app.add_builder(BookBuilder, override=True)
+    app.connect("config-inited", rank_search)
     app.connect("builder-inited", leave_out_thebe)
     app.connect("env-purge-doc", forget)
     app.connect("autodoc-process-docstring", as_fields)
     app.add_directive("api-modules", ApiModules)
     app.add_directive("stored-output", StoredOutput)
     app.add_transform(AnchorEquations)
+    app.add_transform(IndexPages)
     app.add_transform(NameBadges)
     app.add_post_transform(LinkNumbers)
-    app.add_post_transform(EmptyCorners)
+    app.add_post_transform(Tables)
     app.add_post_transform(TitleFolds)
     return {"version": "1", "parallel_read_safe": False}

@@ -40,6 +40,7 @@ def small_book(tmp_path: Path) -> Path:
     (tmp_path / "bft_ref").mkdir()
     (tmp_path / "bft_ref" / "__init__.py").write_text('"""Nothing."""\n')
     (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "book" / "index.toml").write_text("[words]\n[see]\n")
     (pages / "intro.md").write_text("# A book\n\nText.\n")
     (pages / "page.md").write_text("# A page\n\nText.\n")
     (tmp_path / "_toc.yml").write_text(

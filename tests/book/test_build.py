@@ -1,10 +1,12 @@
 """The strict build: complete, clean, and without help from outside."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from tests.book import links
+from tests.book.small import code
 
 PAGE = "_build/html/book/pages/page.html"
 # At every start of Python: what the build environment lacks is not found.
@@ -130,14 +133,17 @@ def test_the_book_is_built_without_torch(
 ):
     (small_book / "bft_ref" / "__init__.py").write_text("import torch\n")
     (small_book / "bft_ref" / "thing.py").write_text(MODULE)
+    (small_book / "bft_ref" / "apart.py").write_text(DEEP)
     (small_book / "bft_ref" / "inner").mkdir()
     (small_book / "bft_ref" / "inner" / "__init__.py").write_text("")
     (small_book / "bft_ref" / "inner" / "deep.py").write_text(DEEP)
     (small_book / "book" / "pages" / "page.md").unlink()
     (small_book / "book" / "pages" / "page.rst").write_text(
         "A page\n======\n\n"
-        "One\n---\n\n.. api-modules:: bft_ref\n   :flat:\n\n"
-        "Two\n---\n\n.. api-modules:: bft_ref.inner\n"
+        "One\n---\n\n.. api-modules:: bft_ref\n   :flat:\n"
+        "   :without: apart\n\n"
+        "Two\n---\n\n.. api-modules:: bft_ref.inner\n\n"
+        "Three\n-----\n\n.. api-modules:: bft_ref\n   :only: apart\n"
     )
     done = build(small_book)
     assert done.returncode == 0, done.stderr
@@ -148,14 +154,20 @@ def test_the_book_is_built_without_torch(
         "bft_ref.thing.Layer.width",
         "bft_ref.thing.twice",
         "bft_ref.inner.deep.half",
+        "bft_ref.apart.half",
     ]
     assert [tag.contents[0] for tag in page.select("article h2, h3")] == [
-        *["One", "bft_ref.thing", "Two", "bft_ref.inner.deep"]
+        *["One", "bft_ref.thing", "Two", "bft_ref.inner.deep"],
+        *["Three", "bft_ref.apart"],
     ]
     assert [
         (tag["href"], tag.get_text())
         for tag in page.select("article p > a.reference.internal")
-    ] == [("#bft-ref-thing", "thing"), ("#bft-ref-inner-deep", "deep")]
+    ] == [
+        ("#bft-ref-thing", "thing"),
+        ("#bft-ref-inner-deep", "deep"),
+        ("#bft-ref-apart", "apart"),
+    ]
     programs = ["-m", "book.tools.repo", "--help"], ["-c", "import torch"]
     assert [
         subprocess.run(
@@ -165,29 +177,105 @@ def test_the_book_is_built_without_torch(
     ] == [0, 1]
 
 
-def test_a_table_of_pandas_has_no_empty_heading(small_book, build):
-    table = "<table><tr><th></th><th>a</th></tr></table>"
-    cell = nbformat.v4.new_code_cell(
-        "table",
-        execution_count=1,
-        outputs=[nbformat.v4.new_output("display_data", {"text/html": table})],
+@pytest.fixture
+def page_of_cells(small_book, build):
+    """Build the small book, its page a notebook of these cells; the page."""
+
+    def built(*cells):
+        title = nbformat.v4.new_markdown_cell("# A page")
+        (small_book / "book" / "pages" / "page.md").unlink()
+        nbformat.write(
+            nbformat.v4.new_notebook(
+                cells=[title, *cells],
+                metadata={"language_info": {"name": "python"}},
+            ),
+            small_book / "book" / "pages" / "page.ipynb",
+        )
+        done = build(small_book)
+        assert done.returncode == 0, done.stderr
+        return links.read(small_book / PAGE)
+
+    return built
+
+
+def test_tables_have_no_empty_heading_and_their_numbers_are_marked(
+    page_of_cells,
+):
+    table = (
+        "<table><thead><tr><th></th><th>a</th><th>b</th></tr></thead><tbody>"
+        "<tr><th>x</th><td>two 2</td><td>-1.5e-3</td></tr>"
+        "<tr><th>y</th><td>1</td><td>+0.5 (−1.0 to +2.0)</td></tr>"
+        "<tr><th>z</th><td>3</td><td>NaN</td></tr></tbody></table>"
     )
-    title = nbformat.v4.new_markdown_cell("# A page")
-    (small_book / "book" / "pages" / "page.md").unlink()
-    nbformat.write(
-        nbformat.v4.new_notebook(
-            cells=[title, cell],
-            metadata={"language_info": {"name": "python"}},
-        ),
-        small_book / "book" / "pages" / "page.ipynb",
+    text = "| a | b |\n|---|---|\n| x 1 | 1,000 |\n| 2 | – |"
+    page = page_of_cells(
+        code("table", text_html=table), nbformat.v4.new_markdown_cell(text)
     )
-    done = build(small_book)
-    assert done.returncode == 0, done.stderr
-    page = links.read(small_book / PAGE)
-    cells = page.select_one("article .output.text_html > table").find_all(
-        ["th", "td"]
+    written, given = page.select("article table")
+    assert written.thead.select_one("td").get_text() == ""
+    assert [cell.get_text() for cell in written.select("th")] == [*"abxyz"]
+    marked = [cell.get_text() for cell in written.select(".numeric")]
+    assert sorted(marked) == sorted(
+        ["b", "-1.5e-3", "+0.5 (−1.0 to +2.0)", "NaN"]
     )
-    assert [str(tag) for tag in cells] == ["<td></td>", "<th>a</th>"]
+    assert [c.get_text() for c in given.select(".numeric")] == [
+        *["b", "1,000", "–"]
+    ]
+
+
+def indexed(small_book: Path) -> dict:
+    """The built search index."""
+    text = (small_book / "_build" / "html" / "searchindex.js").read_text()
+    return json.loads(text.removeprefix("Search.setIndex(")[:-1])
+
+
+def test_search_knows_prose_and_code_but_nothing_folded(
+    small_book, page_of_cells
+):
+    (small_book / "book" / "index.toml").write_text(
+        '[words]\n"the gain" = ["page"]\n[see]\n"share" = "the gain"\n'
+    )
+    proof = code("# @title Proof\nfolded_word = 1", "hide-cell")
+    proof.outputs = code("", text_html="<p>answered</p>").outputs
+    page_of_cells(
+        nbformat.v4.new_markdown_cell("A written word."),
+        code("visible_word = 1"),
+        code("quiet_word = 1", "hide-input", text_html="<p>shown</p>"),
+        proof,
+    )
+    found = indexed(small_book)
+    terms = {"written", "visible_word", "quiet_word", "shown"}
+    terms |= {"folded_word", "answer", "answered", "proof"}
+    assert terms & {*found["terms"]} == {"written", "visible_word", "shown"}
+    at = found["docnames"].index("book/pages/page")
+    assert found["indexentries"] == {
+        word: [[at, "", True]] for word in ("the gain", "share")
+    }
+
+
+def prose(path: Path) -> str:
+    """What a page says, in lower case and without line breaks."""
+    text = path.read_text("utf8")
+    if path.suffix == ".ipynb":
+        cells = nbformat.reads(text, as_version=4).cells
+        text = " ".join(c.source for c in cells if c.cell_type == "markdown")
+    return " ".join(text.lower().split())
+
+
+def test_words_of_the_index_stand_on_their_pages(root: Path):
+    listed = tomllib.loads((root / "book" / "index.toml").read_text("utf8"))
+    assert {*listed["see"].values()} <= {*listed["words"]}
+    lacking = []
+    for word, pages in listed["words"].items():
+        for page in pages:
+            name = f"{page:02d}-*" if isinstance(page, int) else f"{page}.*"
+            (path,) = [
+                *root.glob(f"notebooks/{name}"),
+                *root.glob(f"book/pages/{name}"),
+            ]
+            if word.lower() not in prose(path):
+                lacking.append((word, path.stem))
+    assert not lacking
 
 
 def test_thebe_is_left_out(small_book, build):

@@ -111,10 +111,36 @@ def test_from_torch_is_what_the_readme_promises():
     assert isinstance(bft_ref.BFTEncoder.from_torch(plain), bft_ref.BFTEncoder)
 
 
-def test_every_public_name_is_in_the_reference(site: Path):
-    page = links.read(site / "book" / "pages" / "api.html")
-    documented = {tag["id"].split(".")[-1] for tag in page.select("dt[id]")}
-    assert set(bft_ref.__all__) <= documented
+def test_every_public_name_is_in_the_reference_once(site: Path, root: Path):
+    names = [
+        tag["id"]
+        for path in sorted((site / "book" / "pages").glob("api*.html"))
+        for tag in links.read(path).select("dt[id^=bft_ref]")
+    ]
+    assert len(names) == len(set(names))
+    public = [
+        ".".join(path.relative_to(root).with_suffix("").parts) + "." + name
+        for path in root.glob("bft_ref/**/*.py")
+        if not re.search(r"/_[^/]*$", path.as_posix())
+        for name in re.findall(
+            r'(?m)^(?:class|def) ([A-Za-z]\w*)\b(?:[^"]*?:\n) +"""',
+            path.read_text("utf8"),
+        )
+    ]
+    assert set(bft_ref.__all__) <= {name.split(".")[-1] for name in names}
+    assert not {*public} - {*names}
+
+
+def test_the_reference_is_in_the_order_of_the_layer(site: Path):
+    page = links.read(site / "book" / "pages" / "api-core.html")
+    modules = [tag.contents[0] for tag in page.select("article h2")]
+    steps = ["layer", "encoder", "belief", "kriging", "reml", "kalman"]
+    assert modules[:7] == [f"bft_ref.{name}" for name in [*steps, "delta"]]
+    for path in (site / "book" / "pages").glob("api*.html"):
+        apart = path.stem == "api-notebook"
+        ids = [tag["id"] for tag in links.read(path).select("dt[id]")]
+        mine = r"bft_ref\.(notebook|textbook)\."
+        assert {bool(re.match(mine, one)) for one in ids} <= {apart}, path
 
 
 def test_every_notation_is_a_name_of_the_notation_table(root: Path):
