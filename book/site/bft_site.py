@@ -248,7 +248,7 @@ class Tables(SphinxPostTransform):
                 cell.name = "td"
         for table in page.find_all("table"):
             head, body = (
-                [[*row.find_all(["th", "td"])] for row in table.select(rows)]
+                [[*row.select("th, td")] for row in table.select(rows)]
                 for rows in ("thead tr", "tbody tr")
             )
             for cell in numbers(head, body, Tag.get_text):

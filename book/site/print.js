@@ -1,6 +1,6 @@
 // On paper nothing scrolls: what is wider than a page is printed smaller.
 addEventListener("beforeprint", () => {
-  const page = 680; // CSS pixels, of an upright A4 page with its margins
+  const page = 650; // CSS pixels of an upright A4 page inside its margins
   for (const node of document.querySelectorAll("article div.math, article table")) {
     node.style.zoom = "";
     const { width } = node.style;
