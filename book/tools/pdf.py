@@ -54,7 +54,7 @@ def one_page(html: str) -> str:
         elif target.startswith("_images/"):
             link.unwrap()
     contents = page.new_tag("nav", attrs={"class": "contents"})
-    parts = article.select(".toctree-wrapper")
+    parts = article.select(".toctree-wrapper:not(section section *)")
     for part in parts:
         if name := part.find("p", class_="caption", recursive=False):
             contents.append(name)
