@@ -9,12 +9,19 @@ from typing import Any
 
 import nbformat
 import numpy as np
+import pytest
 import torch
 
 from book.tools.folding import title
 from tests.gpu.test_cuda import DEVICE, pytestmark  # noqa: F401
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+@pytest.fixture(autouse=True)
+def without_facts(monkeypatch):
+    """What is smaller has other numbers than those recorded."""
+    monkeypatch.delenv("BFT_FACTS", raising=False)
 
 
 def names_of(chapter: str, *titles: str, **given: Any) -> dict[str, Any]:
