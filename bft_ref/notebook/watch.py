@@ -245,7 +245,8 @@ def drawing(lit: Sequence[str] = ()) -> str:
 <p class="key"><svg viewBox="0 0 16 12" aria-hidden="true"><path class="dot" \
 d="M8 6h0"/></svg> before <svg class="after" viewBox="0 0 16 12" \
 aria-hidden="true"><path class="dot" d="M8 6h0"/></svg> after one layer; \
-error bars are one standard deviation up and down.
+error bars are one standard deviation up and down. The layer has no matrices \
+and subtracts the state from what it hears.
 <button type="button" disabled>Begin again</button></p>
 <script>{{{part("watch.js")}}}</script>
 </div>"""

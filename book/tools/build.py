@@ -1,8 +1,8 @@
 """Build the book: ``python -m book.tools.build``.
 
-Always from nothing, and a warning is an error: an incremental build
-says nothing about pages it does not read again, so a second run would hide
-the warning that failed the first.
+From nothing, and a warning is an error: an incremental build says nothing
+about pages it does not read again, so a second run would hide the warning
+that failed the first. Only the PDF starts from the pages just read.
 """
 
 import argparse
